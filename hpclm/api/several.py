@@ -194,7 +194,7 @@ def _train_in_processes(runs: list[RunConfig], parallel: int) -> None:
     from hpclm.launch.arguments import whole
 
     at_once = min(parallel, len(runs))
-    shares = launcher.shares(at_once, 1, launcher.gpus_here(runs) if at_once > 1 else 0)
+    shares = launcher.shares_here(at_once, 1, runs)
     left, _ = launcher.train_all([whole(run) for run in runs], launcher.train_words, shares)
     if left:
         raise Interrupted(f"{len(left)} of {len(runs)} runs are not done; run the same call again to continue")

@@ -1,1 +1,1 @@
-"""How the ranks of a run are started: by Slurm, by mpirun, by torchrun's agent on this machine."""
+"""Start the ranks of a run with Slurm, with mpirun, or with torchrun's agent on this machine."""

@@ -28,15 +28,15 @@ class SubmitRequest:
     settings: Sequence[str]
     """A settings file or preset, if any, and key=value."""
     options: Sequence[str] = ()
-    """The options for the job, as job.key=value; they win over ``settings``."""
+    """The options for the job, as job.key=value. They override ``settings``."""
     typed: Sequence[str] = ()
     """All arguments, for messages and the record of the run."""
     sweep: Sequence[str] = ()
-    """key=a,b,c each."""
+    """Settings with several values, each as key=a,b,c."""
     parallel: int | None = None
     """The number of runs of a sweep that train on this machine at the same time."""
     exclude_bad: Sequence[str] = ()
-    """Run directories; nodes that were found bad there are excluded."""
+    """Run directories. Nodes that these runs found bad are excluded."""
     dry_run: bool = False
     interactive: bool = False
     debug: bool = False
@@ -64,10 +64,10 @@ def compose(
 ) -> RunConfig:
     """The settings of one run, with absolute paths.
 
-    The text of data= is tokenized into a dataset, after ``check``; not with --dry-run.
+    Unless it is a --dry-run, the text of data= is tokenized into a dataset after ``check``.
     """
     words = [*request.settings, *request.options]
-    if all(is_override(word) for word in request.settings):  # without a settings file
+    if all(is_override(word) for word in request.settings):  # there is no settings file
         words.insert(0, paths.literal(DEFAULT))
     words += variant.overrides
     if request.dry_run:
@@ -84,7 +84,7 @@ def compose(
 
 
 def varied(run: RunConfig, variant: Variant) -> RunConfig:
-    """``run``, which has the settings of ``variant``, with its name and directory."""
+    """``run``, which has the settings of ``variant``, with the variant's name and directory."""
     return replace(run, name=run.name + variant.suffix, out=run.out + variant.suffix)
 
 
@@ -116,14 +116,14 @@ def variants(words: Sequence[str]) -> list[Variant]:
 
 
 def combinations(axes: Sequence[tuple[str, Sequence[tuple[str, str]]]], typed: str) -> list[Variant]:
-    """A run for each combination of ``axes``: settings with their values, each as it is set and as it is in the run's name.
+    """A run for each combination of ``axes``: settings with their values, each value with its form in the run's name.
 
-    ``typed``: what the user gave, for messages. ConfigError if two would have the same name.
+    ``typed``: the user's input, for messages. ConfigError if two runs would have the same name.
     """
     keys = [key for key, _ in axes]
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigError(f"{typed}: {key} is there twice; put all its values together")
+            raise ConfigError(f"{typed}: {key} is given twice; put all its values together")
     chosen = [[(key, *value) for value in values] for key, values in axes]
     every = [_variant(combination) for combination in itertools.product(*chosen)]
     names = [(variant.suffix, *(o for o in variant.overrides if o.startswith(("out=", "name=")))) for variant in every]
@@ -147,7 +147,10 @@ def _split(text: str) -> Iterator[str]:
     depth = 0
     part = ""
     for character in text:
-        depth += (character in "[{") - (character in "]}")
+        if character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
         if character == "," and depth <= 0:
             yield part.strip()
             part = ""
@@ -157,7 +160,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _variant(chosen: Sequence[tuple[str, str, str]]) -> Variant:
-    """The run with these settings: key, value, and the value as it is in the run's name."""
+    """The run with these settings: key, value, and the value's form in the run's name."""
     named = [(key.rpartition(".")[2], name) for key, _, name in chosen if key not in ("out", "name")]
     suffix = "".join(f"-{key}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', name)}" for key, name in named)
     return Variant(tuple(f"{key}={value}" for key, value, _ in chosen), suffix)

@@ -1,4 +1,4 @@
-"""Make runs save and exit, and keep Slurm from starting them again."""
+"""Make runs save and exit, and prevent Slurm from restarting them."""
 
 import getpass
 import sys
@@ -27,8 +27,8 @@ PATIENCE = 10.0  # seconds for squeue to answer
 POLL = 0.5  # seconds between checks
 PROGRESS = 10.0  # seconds between progress lines
 ENDED = 10.0  # seconds for a job to end after its run
-SILENT = 120.0  # seconds without a heartbeat after which no process of a run is alive
-COMPLETING = 30.0  # seconds for Slurm to end a job after its run has ended
+SILENT = 120.0  # seconds without a heartbeat after which a run's processes count as dead
+COMPLETING = 30.0  # seconds for Slurm to complete a cancelled job
 UNHEARD = 20.0  # seconds after which a run that ignores the signal gets a stop file
 
 
@@ -41,28 +41,29 @@ class Target:
     job: Job
     name: str
     saves: bool
-    """Whether its run saves before it exits."""
+    """Whether the run saves before it exits."""
     asked: float = field(default_factory=time.monotonic)
     cancelled: float | None = None
-    """When the job itself was cancelled, because its run could not comply."""
+    """When the job itself was cancelled because its run could not comply."""
 
     def __post_init__(self) -> None:
         self.watch = HolderWatch(self.out)
 
     def ended(self, now: Job | None) -> bool:
-        """Whether it has exited; ``now``: its state in the scheduler. Slurm's clean-up after the run is not waited for."""
-        completing = now is not None and now.name == "COMPLETING" and self.cancelled is not None
-        late = completing and time.monotonic() - (self.cancelled or 0) > COMPLETING
-        return now is None or not now.live or late
+        """Whether it has exited. ``now``: its job as the scheduler shows it. After a cancellation, Slurm's clean-up may go on."""
+        if now is None or not now.live:
+            return True
+        completing = now.name == "COMPLETING" and self.cancelled is not None
+        return completing and time.monotonic() - (self.cancelled or 0) > COMPLETING
 
     def insist(self) -> None:
-        """End a job that cannot comply: its processes are dead, or Slurm's signal did not reach them."""
+        """Cancel a job whose processes are dead; create a stop file if Slurm's signal did not reach the processes."""
         if not self.saves or self.cancelled is not None:
             return
         ended, silent = self.watch.silent()
-        if silent > (ENDED if ended else SILENT):
+        patience, why = (ENDED, "its run has ended") if ended else (SILENT, "its run sends no heartbeat")
+        if silent > patience:
             self.cancelled = time.monotonic()
-            why = "its run has ended" if ended else "its run sends no heartbeat"
             say(f"{self.name}: {why}; the job itself is cancelled", flush=True)
             self.scheduler.cancel(self.job.id)
         elif not ended and time.monotonic() - self.asked > UNHEARD and not (self.out / "stop").exists():
@@ -70,7 +71,7 @@ class Target:
 
 
 def cancel(chosen: Sequence[Path], now: bool, seconds: float) -> int:
-    """End runs, without saving if ``now``, and wait until they have exited, at most ``seconds``; the exit code."""
+    """End runs, without saving if ``now``. Wait until they have exited, at most ``seconds``; returns the exit code."""
     per_run = failures.PerRunErrors(len(chosen))
     stopped = dict[Path, list[Target]]()
     for out in chosen:
@@ -79,7 +80,8 @@ def cancel(chosen: Sequence[Path], now: bool, seconds: float) -> int:
     late = wait([target for targets in stopped.values() for target in targets], seconds)
     for out, targets in stopped.items():
         with per_run:
-            if names := ", ".join(target.name for target in targets if target in late):
+            names = ", ".join(target.name for target in targets if target in late)
+            if names:
                 again = "" if now else f", or end it without saving: hpclm cancel --now {files.typed(out)}"
                 raise HpclmError(
                     f"{names} has not exited after {seconds:g} s; Slurm will not start it again. "
@@ -113,7 +115,7 @@ def stop(out: Path, now: bool) -> list[Target]:
 
 
 def record(out: Path) -> None:
-    """Record who cancels the run, if that can be written."""
+    """Add an event with the user who cancels the run; if it cannot be written, only warn."""
     try:
         events.append(out, "cancelled", by=getpass.getuser())
     except OSError as error:
@@ -123,11 +125,11 @@ def record(out: Path) -> None:
 def jobs_of(run: RunFacts, now: bool) -> Iterator[Target]:
     """The pending and running jobs of a run; HpclmError if the scheduler does not answer, and no process runs here."""
     jobs = jobs_by_scheduler(run)
-    if not jobs:  # a command that was killed may have submitted it
+    if not jobs:  # a command that was killed may have submitted a job without recording it
         jobs[scheduler_named("slurm").for_script(send.last_script(run.out))] = []
     if (run.out / "job").is_dir():
         for scheduler, recorded in jobs.items():
-            with suppress(NoAnswerError):  # asked again below
+            with suppress(NoAnswerError):  # the question below reports it
                 unrecorded = {job.id for job in send.queued(run.out, scheduler, PATIENCE)}
                 recorded += sorted(unrecorded - {*recorded})
     try:
@@ -154,7 +156,7 @@ def processes_of(run: RunFacts) -> Iterator[Target]:
             yield Target(run.out, scheduler, job, f"process {here}", saves=False)
     elif holder and not is_here(holder) and not run.attempt.get("job_id"):
         raise HpclmError(
-            f"{files.shown(run.out)} was last used by process {holder.get('pid')} on {holder.get('host')}, which has not released it; "
+            f"process {holder.get('pid')} on {holder.get('host')} has used {files.shown(run.out)} last, and has not released it; "
             f"if it still runs, cancel it there: ssh {holder.get('host')} hpclm cancel {files.typed(run.out.absolute())}"
         )
 
@@ -194,7 +196,9 @@ def outcome(out: Path) -> str:
     run = folders.read_run(out)
     if not run.attempt:
         return f"{files.shown(out)} has not trained; next: hpclm resume {files.typed(out)}"
-    saved = f"saved at step {run.checkpoint[0]}" if run.checkpoint else "nothing is saved"
-    lost = max(0, run.step - run.checkpoint[0]) if run.checkpoint else run.step
+    saved = "nothing is saved"
+    if run.checkpoint:
+        saved = f"saved at step {run.saved_step}"
+    lost = max(0, run.step - (run.saved_step or 0))
     ended = f"stopped at step {run.step}, {saved}, {lost} steps lost" if lost else f"stopped and {saved}"
     return f"{files.shown(out)} {ended}; next: hpclm resume {files.typed(out)}"

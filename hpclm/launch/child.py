@@ -1,4 +1,4 @@
-"""The launcher of the ranks (srun, mpirun) as a child of this process, which hands signals on to it and waits for its end."""
+"""Run the launcher of the ranks (srun, mpirun) as a child process, and forward signals to it."""
 
 import shutil
 import signal
@@ -12,7 +12,7 @@ from hpclm.base.terminal import say
 from hpclm.node import preemption, processes
 
 SIGNALS: dict[int, int] = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signal.SIGUSR1)
-"""srun and mpirun forward USR1 to the ranks (srun and Open MPI also USR2); at others they end them within a second."""
+"""srun and mpirun forward USR1 to the ranks (srun and Open MPI also USR2). At other signals, they end the ranks within a second."""
 
 
 class Forward:
@@ -26,7 +26,7 @@ class Forward:
         self.received: list[int] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; KeyboardInterrupt at the second Ctrl-C."""
+        """Forward the signal ``number``; KeyboardInterrupt at the second Ctrl-C."""
         if number not in self.received:
             self.received.append(number)
             self.send(number)
@@ -35,7 +35,7 @@ class Forward:
             raise KeyboardInterrupt
 
     def send(self, number: int, instead: int = 0) -> None:
-        """Send the signal ``number``, or what replaces it."""
+        """Send the signal ``instead``; without one, the signal ``number`` or its replacement in ``signals``."""
         for pid in self.targets():
             processes.send_signal(pid, instead or self.signals.get(number, number))
 
@@ -44,18 +44,21 @@ class Launcher:
     """Runs srun or mpirun, and forwards to it the signals that this process receives."""
 
     def __init__(self, signals: Mapping[int, int] = SIGNALS):
-        """``signals``: which signal to send instead of another."""
+        """``signals``: signal -> the signal to send in its place."""
         self._pids: list[int] = []
         self.forward = Forward(lambda: self._pids, signals, signal.SIGTERM)
 
     def run(self, command: Sequence[str], env: Mapping[str, str], **options: object) -> int:
-        """Run ``command`` to its end; its exit code, 128 + n when signal n ended it, and 85 when a forwarded signal did so:
-        it came before the ranks caught it. ``options``: of ``subprocess.Popen``."""
+        """Run ``command`` to its end. ``options``: further arguments of ``subprocess.Popen``.
+
+        Returns its exit code, or 128 + n if signal n ended it. Returns 85 if a forwarded signal ended it: the signal came
+        before the ranks could catch it.
+        """
         if not shutil.which(command[0], path=env.get("PATH")):
             raise ConfigError(f"{command[0]} is not on the PATH ({env.get('PATH', '')}), so no rank can be started")
         process = subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, **options)  # type: ignore[call-overload]
         self._pids.append(process.pid)
-        for number in list(self.forward.received):  # before it had started
+        for number in list(self.forward.received):  # they came before it had started
             self.forward.send(number)
         try:
             code = process.wait()

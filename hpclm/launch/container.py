@@ -1,4 +1,4 @@
-"""The words that start a command in a job's container. Images have neither srun nor scontrol, so the supervisor runs outside."""
+"""Start a command in a job's container. The supervisor runs outside it, because images have neither srun nor scontrol."""
 
 import os
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from hpclm.config import RunConfig
 from hpclm.node import python
 
 HANDED_ON = r"^((SLURM|PMI|PMIX|NCCL|GLOO|UCX|OMP|MKL|CUDA|TORCH|HF|WANDB|HPCLM)_|PYTHON(SAFEPATH|NOUSERSITE)$)"
-"""Variables to pass to a container of docker, which passes none by itself."""
+"""Variables to pass to a container of docker, which passes no variables by itself."""
 PYTHON = "python"
 """The interpreter of an image."""
 
 
 def words(config: RunConfig) -> list[str]:
-    """The words before a command that runs in the job's container; none without a container.
+    """The words before a command that runs in the job's container; empty without a container.
 
     ConfigError if a folder that it needs cannot be mounted.
     """
@@ -27,8 +27,11 @@ def words(config: RunConfig) -> list[str]:
     mounts = _mounts(config, here)
     gpus = config.engine.device != "cpu"
     if job.runtime == "apptainer":
+        start = ["apptainer", "exec"]
+        if gpus:
+            start.append("--nv")
         binds = [word for mount in mounts for word in ("--bind", mount)]
-        return ["apptainer", "exec", *(["--nv"] if gpus else []), "--pwd", str(here), *binds, job.container]
+        return [*start, "--pwd", str(here), *binds, job.container]
     if job.runtime == "pyxis":
         variables = ",".join(dict.fromkeys([*job.env, python.USER_SITE]))
         paths = [f"--container-mounts={','.join(mounts)}", f"--container-workdir={here}"]
@@ -70,14 +73,16 @@ def _docker(config: RunConfig, here: Path, mounts: list[str], gpus: bool) -> lis
     options = [
         *["--rm", "--init", "--network=host", "--ipc=host"],
         "--entrypoint=",  # an image's entry point would take the command as its arguments
-        "--env=HOME=/tmp",  # of a user whom the image does not know it is /, which only root can write
+        "--env=HOME=/tmp",  # for users whom the image does not know, it would be /, which only root can write
         f"--user={os.getuid()}:{os.getgid()}",
         f"--workdir={here}",
         *(f"--volume={mount}" for mount in mounts),
-        *(["--gpus=all"] if gpus else []),
-        *(["--env=PYTHONPATH"] if _runs_clone() else []),
-        *(f"--env={variable}" for variable in config.job.env),
     ]
+    if gpus:
+        options.append("--gpus=all")
+    if _runs_clone():
+        options.append("--env=PYTHONPATH")
+    options += [f"--env={variable}" for variable in config.job.env]
     # the variables differ from task to task, so the shell of each task lists them
     start = f"""exec docker run $(compgen -e | grep -E '{HANDED_ON}' | sed s/^/--env=/) "$@\""""
     return ["bash", "-c", start, "docker", *options, str(config.job.container)]

@@ -1,4 +1,4 @@
-"""One process in the foreground that finds a mistake fast: small data, few steps, anomaly detection, a debugger."""
+"""Find mistakes fast, with one process in the foreground: small data, few steps, anomaly detection, a debugger."""
 
 import faulthandler
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MARK = "debug"  # a file that marks the directory of a debug run
 STEPS = 5
-BUDGET = 1000  # steps at most, so that the order of the data is computed quickly
+BUDGET = 1000  # largest number of steps, so that the order of the data is computed quickly
 MICRO = 2
 
 
@@ -56,7 +56,7 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
     from torch.autograd import set_detect_anomaly
 
     try:
-        with set_detect_anomaly(True, check_nan=changed.engine.precision != "fp16"):  # where overflows are normal
+        with set_detect_anomaly(True, check_nan=changed.engine.precision != "fp16"):  # in fp16, overflows are normal
             code = train(changed)
         if not code:
             say("debug: no mistake found; the same command without --debug trains the run", file=sys.stderr)
@@ -101,7 +101,7 @@ def overrides(config: RunConfig) -> list[str]:
         "cluster.hang_minutes": 0.0,  # a person in the debugger may take any time
     }
     optim = config.optim
-    if optim.schedule == "wsd" and optim.schedule_length is None:  # its warm-up and decay may be longer than the budget
+    if optim.schedule == "wsd" and optim.schedule_length is None:  # warm-up and decay may be longer than the budget
         share = 1 - (optim.warmup_fraction or 0)
         longest = (math.ceil(2 * steps / share) for steps in (optim.warmup, optim.wsd_decay or 0))
         values["optim.schedule_length"] = max(BUDGET, *longest)

@@ -1,4 +1,4 @@
-"""A demonstration: corpus, tokenizer, dataset, a training run that is stopped half-way and continued, and its text."""
+"""A demonstration: make a corpus, a tokenizer and a dataset, train a run in two parts, and generate text."""
 
 import json
 import random
@@ -22,9 +22,9 @@ STOP = 150  # the step after which training is stopped once
 
 
 def demonstrate(settings: RunConfig, words: Sequence[str]) -> int:
-    """Do the steps that are not done yet; the exit code.
+    """Do the steps that are not done yet; returns the exit code.
 
-    ``settings``: of the training run, from ``words`` on top of the preset demo.
+    ``settings``: the settings of the training run, from ``words`` on top of the preset demo.
     """
     folders.writable_folder(FOLDER, "folder")
     return _prepare() or _train(settings, words)
@@ -50,13 +50,13 @@ def _prepare() -> int:
 
 
 def write_corpus(output: Path, library: Path | None = None) -> str:
-    """Write the source code of Python's standard library, one JSONL document for each file. Returns a sentence on their size.
+    """Write the source code of Python's standard library, one JSONL document for each file. Returns a sentence on the size.
 
     ``library``: its folder, by default that of the running Python.
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(library).parts)]
-    random.Random(0).shuffle(sources)  # the end of the corpus is for validation, and files of one folder are similar
+    random.Random(0).shuffle(sources)  # files of one folder are similar, and the end of the corpus is for validation
     documents = []
     for path in sources:
         try:

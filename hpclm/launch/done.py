@@ -1,4 +1,4 @@
-"""Whether a start of a run would do anything: the run may be done already, or have diverged with the same settings."""
+"""Find out whether a start of a run is useful: the run may be done already, or have diverged with the same settings."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,7 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.state import State, state_of
 
 COPIES = ("name", "out", "job", "cluster", "log", "profile", "checkpoint")
-"""Settings that do not affect the result of an attempt."""
+"""Names and sections of settings that do not affect the result of an attempt."""
 
 
 class DoneError(ConfigError):
@@ -23,8 +23,8 @@ def refuse_done(run: RunConfig) -> None:
     ending = nothing_left(run)
     if ending:
         raise DoneError(
-            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back to an earlier step (--from STEP, or resume_step=STEP in Python), "
-            "or choose another out"
+            f"{run.out} is done: {ending}; extend it, for example with a larger budget.steps, go back to an earlier step "
+            "(--from STEP, or resume_step=STEP in Python), or choose another out"
         )
 
 
@@ -37,16 +37,16 @@ def nothing_left(run: RunConfig) -> str:
 
 
 def diverged(run: RunConfig) -> str:
-    """How the run has diverged, or lacked memory, with the same settings; empty if it has not."""
+    """How the run has diverged or run out of memory with the same settings; empty if it has not."""
     status, before = before_it(run)
     if status is None or before is None or not status.diverged:
         return ""
-    differing = run.diff(arguments.whole(before))
-    return status.diverged if all(key.partition(".")[0] in COPIES for key in differing) else ""
+    same = {key.partition(".")[0] for key in run.diff(arguments.whole(before))} <= {*COPIES}
+    return status.diverged if same else ""
 
 
 def before_it(run: RunConfig) -> tuple[State | None, RunConfig | None]:
-    """The state of the run in the directory of ``run``, and its settings, if they can be read; None without a run."""
+    """The state of the run in the directory of ``run``, None without a run; and its settings, None if they cannot be read."""
     out = Path(run.out)
     before = None
     if not folders.is_run(out):
@@ -57,7 +57,7 @@ def before_it(run: RunConfig) -> tuple[State | None, RunConfig | None]:
 
 
 def same_length(run: RunConfig, before: RunConfig) -> bool:
-    """Whether the two runs end at the same step, even if one has trained with larger batches."""
+    """Whether the two runs end at the same step."""
     if (run.budget, run.stop_at) != (before.budget, before.stop_at):
         return False
     sizes = (run.batch.global_size, run.batch.rampup)

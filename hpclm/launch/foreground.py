@@ -28,18 +28,18 @@ FLUSH = 5.0  # seconds for the last output to be copied; a left-over process may
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch in the foreground, as it was asked for."""
+    """A request to launch a run in the foreground."""
 
     config: RunConfig
     command: Sequence[str] = ()
     """The words that the user typed, for the record."""
     resume_step: int | None = None
-    """The step of the checkpoint to go back to."""
+    """The step of the checkpoint to go back to; None to continue from the newest."""
     instead: Sequence[str] = ()
     """A program that runs in place of training, for tests."""
 
     def program(self) -> Sequence[str]:
-        """The command of every rank."""
+        """The command that every rank runs."""
         path = Path(self.config.out) / "config.yaml"
         return self.instead or python.command("hpclm.train", paths.literal(path.absolute()))
 
@@ -52,21 +52,21 @@ class Foreground:
     outcome: Outcome
 
     def run(self, command: Sequence[str], env: Mapping[str, str], signals: Mapping[int, int]) -> int:
-        """Run mpirun or srun (``command``) to its end; the exit code.
+        """Run mpirun or srun (``command``) to its end; returns the exit code.
 
-        ``signals``: the signal to send it in place of another. A second Ctrl-C, or the death of this process, ends it at once.
+        ``signals``: signal -> the signal to send in its place. A second Ctrl-C, or the death of this process, ends it at once.
         """
         env = {**env, **self.outcome.variables}
 
         def start() -> int:
-            # it also ends when this child of the launcher is killed
+            # mpirun or srun also ends when this child process is killed
             ends_with_this = partial(parent.end_with, os.getpid(), signal.SIGTERM)
             return child.run(command, env, signals, start_new_session=True, preexec_fn=ends_with_this)
 
         return self.contained(start)
 
     def contained(self, work: Callable[[], int]) -> int:
-        """Run ``work`` in a child process; its exit code. If this process is killed, the child ends everything that it has started.
+        """Run ``work`` in a child process; returns its exit code. If this process is killed, the child ends all its descendants.
 
         The child receives the signals of this process. Its output is also logged, unless this process has a terminal.
         """
@@ -91,7 +91,7 @@ class Foreground:
         """Call ``work`` in the child of process ``launcher``, and report the cause of its exit code."""
         try:
             os.setsid()  # Ctrl-C in a terminal reaches the parent only
-            preemption.end_at_once()  # also by Ctrl-C, while PyTorch is imported
+            preemption.end_at_once()  # Ctrl-C works while PyTorch is imported
             processes.adopt_orphans()
             processes.when_orphaned(launcher, self._orphaned)
             code = work()
@@ -111,17 +111,17 @@ class Foreground:
             return self._ended(ExitCode.FAILED, repr(error))
 
     def _ended(self, code: int, cause: str) -> int:
-        """Record the end of the launch, unless all went well; its exit code."""
+        """Record the end of the launch if ``code`` is not 0; returns ``code``."""
         if code:
             with suppress(OSError):
                 events.append(self.outcome.out, "ended", code=shell_code(code), cause=cause)
         return code
 
     def _orphaned(self) -> None:
-        """End all ranks: first through their launcher, which reaches other machines, then by force."""
+        """End all ranks: first through their launcher, which reaches other machines, then with KILL."""
         processes.terminate_children(2.5)
         processes.kill_children()
-        cause = "the launcher was killed; what it had started has ended too"
+        cause = "the launcher was killed; its processes were ended too"
         with suppress(OSError):
             files.append(self.log, f"{time.strftime('%H:%M:%S')} E {cause}\n", 0o600)
         os._exit(self._ended(shell_code(-signal.SIGKILL), cause))
@@ -130,7 +130,8 @@ class Foreground:
 def begin(launch: Launch, name: str, shape: tuple[int, int], notes: Sequence[str] = ()) -> Foreground:
     """Make the run directory, write its settings, record the launch, and log its ``notes``.
 
-    ``shape``: nodes, and the most ranks on one. LockedError if another launch or a run is using the run directory.
+    ``shape``: the number of nodes, and the largest number of ranks on a node. LockedError if another launch or a run is using the
+    run directory.
     """
     out = folders.private_folder(launch.config.out, "run directory")
     logs = folders.private_folder(out / "logs", "log folder")
@@ -159,11 +160,11 @@ def begin(launch: Launch, name: str, shape: tuple[int, int], notes: Sequence[str
 
 @contextmanager
 def _copied_to(log: Path) -> Iterator[dict[int, int]]:
-    """Pipes that copy standard output and error to ``log`` as well; none if this process has a terminal."""
+    """Pipes that print, and also copy to ``log``, by the number of the stream (1, 2); empty if this process has a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         yield {}
         return
-    # a closed terminal or a full disk does not end tee, nor does Ctrl-C
+    # with these options, neither a closed terminal nor a full disk nor Ctrl-C ends tee
     tee = ["tee", "--append", "--output-error=warn", str(log)]
     options = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
     copies = {number: subprocess.Popen(tee, stdout=number, **options) for number in (1, 2)}  # type: ignore[call-overload]

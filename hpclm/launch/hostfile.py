@@ -1,4 +1,4 @@
-"""The hosts and slots to run on, in DeepSpeed's syntax: a hostfile, and parts of it to include or exclude."""
+"""Hosts and slots to run on, in DeepSpeed's syntax: a hostfile, and the parts of it to include or exclude."""
 
 import re
 from pathlib import Path
@@ -64,9 +64,10 @@ def select(hosts: Resources, include: str = "", exclude: str = "") -> Resources:
     for host, slots in named.items():
         if host not in hosts:
             problems.append(f"{option}: host {host!r} is not in the hostfile.{hint(host, list(hosts))}")
-        elif missing := set(slots) - set(hosts[host]):
+        elif not set(slots) <= set(hosts[host]):
+            missing = min(set(slots) - set(hosts[host]))
             last = len(hosts[host]) - 1
-            problems.append(f"{option}: host {host} has no slot {min(missing)}; its slots are 0 to {last}")
+            problems.append(f"{option}: host {host} has no slot {missing}; its slots are 0 to {last}")
     if problems:
         raise ConfigError(problems)
     if include:
@@ -81,7 +82,7 @@ def select(hosts: Resources, include: str = "", exclude: str = "") -> Resources:
 
 
 def _named(text: str, option: str) -> Resources:
-    """Slots of each host that ``text`` names, sorted, without duplicates; empty means all."""
+    """The slots of each host that ``text`` names, sorted and without duplicates. An empty list means all slots."""
     named: dict[str, set[int]] = {}
     for word in map(str.strip, text.split("@")):
         match = re.fullmatch(r"([^:]+)(:\d{1,4}(\s*,\s*\d{1,4})*)?", word)

@@ -1,7 +1,7 @@
 """The supervisor of a job, which the last line of its script runs: ``python -m hpclm.launch.job [FILE] key=value ...``
 
-It loads the settings, starts the ranks through srun, mpirun or torchrun, passes signals on to them, and waits. Then it records how
-they ended, and asks the scheduler for another start if that may help. Its exit code is the cause's, not the launcher's.
+It loads the settings, starts the ranks through srun, mpirun or torchrun, forwards signals to them, and waits. Then it records how
+they ended, and asks the scheduler for another start if that may help. Its exit code is that of the cause, not of the launcher.
 """
 
 import itertools
@@ -34,17 +34,17 @@ from hpclm.rundir import events
 
 MAX_STARTS = 3  # starts in a row that may end before training begins
 PATIENCE = 600.0  # seconds for the scheduler to answer
-EARLY = 90.0  # seconds: Slurm's warning before the time limit may be this much too early
+EARLY = 90.0  # seconds that Slurm's warning before the time limit may come too early
 PAUSE = 10.0  # seconds between two questions
 OF_JOB = re.compile(r"\s*job\s*[.=]")
 HONOURED = re.compile(r"\s*job[.](notify|warn_seconds)\b")
-"""The settings in the section job that a rank follows."""
+"""The settings in the section job that ranks use."""
 OF_SUBMISSION = (slurm.CLUSTERS, slurm.TOKEN)
 """Variables of the machine that submits. In a job, Slurm's commands ask the job's cluster, as the user of the node."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the job with the settings ``[FILE] key=value ...``; the exit code of its cause."""
+    """Run the job with the settings ``[FILE] key=value ...``; returns the exit code of the cause of its end."""
     words = parser().values(argv)["settings"]
     environment.forget(OF_SUBMISSION)
     settings = settings_of(words)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> Parser:
-    """The parser of the supervisor."""
+    """The supervisor's parser of its command line."""
     options = Parser(
         prog="python -m hpclm.launch.job",
         description="Run a job: the last line of its script. It starts the ranks, waits for them, and has the job started again.",
@@ -80,7 +80,7 @@ def parser() -> Parser:
 
 
 def settings_of(words: Sequence[str]) -> RunConfig:
-    """The job's settings, with the nodes and processes that it got; ConfigError if no rank can train with them."""
+    """The job's settings, with the nodes and processes that it got; ConfigError if the job cannot train with them."""
     settings, dataset = command_line.planned(words)
     if dataset is not None and not dataset.written:
         raise ConfigError(
@@ -96,7 +96,7 @@ def settings_of(words: Sequence[str]) -> RunConfig:
 
 
 def _run(settings: RunConfig, words: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run the ranks to their end; the launcher's exit code. ``variables``: added to their environment."""
+    """Run the ranks to their end; returns the launcher's exit code. ``variables``: added to the ranks' environment."""
     launcher = child.Launcher({})
     with preemption.handling(launcher.forward):
         start = ranks(settings, words)
@@ -105,7 +105,7 @@ def _run(settings: RunConfig, words: Sequence[str], variables: Mapping[str, str]
             _say("a signal came before the processes were started")
             return ExitCode.REQUEUE
         options: dict[str, Any] = {}
-        if start.command[0] != "srun":  # if the script is killed, Slurm ends its steps, and they save first
+        if start.command[0] != "srun":  # Slurm lets its steps save before it ends them
             options["preexec_fn"] = partial(parent.end_with, os.getpid(), signal.SIGTERM)
         return launcher.run(start.command, {**start.env, **variables}, **options)
 
@@ -124,7 +124,7 @@ class RanksCommand:
     command: list[str]
     env: dict[str, str]
     signals: Mapping[int, int]
-    """The signal to send to it in place of another."""
+    """Signal -> the signal to send to the command in its place."""
 
 
 def ranks(settings: RunConfig, words: Sequence[str]) -> RanksCommand:
@@ -184,12 +184,12 @@ def start_name(job: OwnJob) -> str:
 
 
 def starts_again(code: int) -> bool:
-    """Whether to start again after this exit code: the run has saved, or something killed it."""
+    """Whether to start again after exit code ``code``: the run has saved, or something killed it."""
     return code == ExitCode.REQUEUE or by_signal(code)
 
 
 def idle_starts(settings: RunConfig, job: OwnJob, code: int, cause: str) -> int:
-    """Record how this start ended; returns how many in a row have ended before training began, this one included."""
+    """Record how this start ended. Returns how many starts in a row, this one included, have ended before training began."""
     out = folders.private_folder(settings.out, "run directory")
     signal = code - 128 if 128 < code < 160 else None
     events.append(out, "ended", code=code, cause=cause, signal=signal, **job.row())
@@ -200,14 +200,13 @@ def idle_starts(settings: RunConfig, job: OwnJob, code: int, cause: str) -> int:
 
 
 def requeue(job: OwnJob) -> None:
-    """Have the scheduler start the job again, if it still runs and may be started again."""
+    """Requeue the job, if it still runs and may be restarted."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
             if not job.requeue_or_raise():
-                _say(
-                    "the supervisor does not start the job again: it is being ended or restarted already, or --no-requeue forbids it"
-                )
+                why = "it is being ended or restarted already, or --no-requeue forbids it"
+                _say(f"the supervisor does not start the job again: {why}")
             return
         except MissingProgramError as error:
             _say(f"{error}: the job is not started again")

@@ -1,4 +1,4 @@
-"""The state of runs, for all commands, from their records, their processes on this machine, and their schedulers."""
+"""The state of runs for all commands, from the runs' records, their processes on this machine, and their schedulers."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -11,11 +11,11 @@ from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import RunFacts, is_job
 from hpclm.rundir.state import State, state_of
 
-ASK = 60.0  # seconds between a command's questions to a scheduler, since many people watch many runs
+ASK = 60.0  # seconds between a command's questions to a scheduler, which many people may ask
 
 
 class States:
-    """Gives the state of runs, again and again: schedulers are asked at most every ASK seconds, or when there are new jobs."""
+    """Returns the state of runs at each call, and asks schedulers only every ASK seconds, or when there are new jobs."""
 
     def __init__(self, seconds: float):
         """``seconds``: the time for a scheduler to answer."""
@@ -60,7 +60,7 @@ class States:
 
 
 def jobs_by_scheduler(run: RunFacts) -> dict[Scheduler, list[str]]:
-    """The IDs of a run's jobs by their schedulers, oldest first; a job that was not submitted by hpclm is Slurm's."""
+    """Scheduler -> IDs of a run's jobs, oldest first. A job that hpclm did not submit is Slurm's."""
     submitted = {str(submission["job_id"]): submission for submission in run.submissions if is_job(submission)}
     jobs = dict[Scheduler, list[str]]()
     for job in run.jobs:

@@ -1,6 +1,6 @@
 """Start a run's ranks on this machine through torchrun's agent: one for each GPU, or as many as requested on a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.terminal import many
@@ -19,14 +19,14 @@ IGNORED = {
     "mpirun": (*IN_SCRIPTS, *IN_QUEUES, "cpus_per_task", "restarts"),
     "interactive": (*IN_SCRIPTS, *IN_QUEUES, "exclude", "nodelist", "restarts"),
 }
-"""The settings of job.* that each way to start without a job script does not follow."""
+"""Way to start a run without a job script -> the settings of job.* that it ignores."""
 
 
 def run(launch: Launch) -> int:
-    """Train here, in the foreground; the exit code. ConfigError if the machine has too few GPUs."""
+    """Train on this machine, in the foreground; returns the exit code. ConfigError if the machine has too few GPUs."""
     config = launch.config
     env = environment.inherited() | config.job.env
-    available = 0 if config.engine.device == "cpu" else gpus.count(env)
+    available = gpus_for(config, env)
     count = process_count(config, available)
     notes = [placement(config, count, available, threads.usable()), *unused(config.job, "local")]
     begun = foreground.begin(launch, "local", (1, count), notes)
@@ -42,8 +42,13 @@ def run(launch: Launch) -> int:
     return begun.contained(start)
 
 
+def gpus_for(config: RunConfig, env: Mapping[str, str]) -> int:
+    """The number of GPUs that ranks with the environment ``env`` can use here; 0 with engine.device=cpu."""
+    return 0 if config.engine.device == "cpu" else gpus.count(env)
+
+
 def check_this_machine(config: RunConfig) -> None:
-    """ConfigError if the settings need a GPU, or a network interface, and this machine has none."""
+    """ConfigError if this machine lacks a GPU or a network interface that the settings need."""
     engine = config.engine
     env = environment.inherited() | config.job.env
     if config.job.nodes * config.job.gpus > 1:
@@ -54,7 +59,7 @@ def check_this_machine(config: RunConfig) -> None:
 
 
 def process_count(config: RunConfig, available: int) -> int:
-    """The number of ranks on a machine with ``available`` GPUs; ConfigError if those are too few."""
+    """The number of ranks on a machine with ``available`` GPUs; ConfigError if the GPUs are too few."""
     nodes = config.job.nodes
     per_node = config.job.gpus
     count = nodes * per_node
@@ -73,9 +78,10 @@ def placement(config: RunConfig, count: int, available: int, cores: int) -> str:
     per_node = config.job.gpus
     processes = many(count, "process")
     if available:
-        idle = max(0, available - count)
-        note = f"; {idle} of {available} GPUs stay idle (job.gpus={available} uses all)" if idle else ""
-        return f"{processes} on this machine, one GPU each{note}"
+        text = f"{processes} on this machine, one GPU each"
+        if available > count:
+            text += f"; {available - count} of {available} GPUs stay idle (job.gpus={available} uses all)"
+        return text
     why = "engine.device=cpu" if config.engine.device == "cpu" else "no GPU here"
     return (
         f"{why}: job.nodes={nodes} x job.gpus={per_node} = {processes} of this machine, on its "
@@ -85,7 +91,11 @@ def placement(config: RunConfig, count: int, available: int, cores: int) -> str:
 
 def unused(job: JobConfig, cluster: str) -> Iterator[str]:
     """A note on settings that have no effect without a job script."""
-    ignored = IGNORED[cluster] if job.hostfile or cluster != "mpirun" else (*IGNORED[cluster], "exclude", "nodelist")
+    ignored = [*IGNORED[cluster]]
+    if cluster == "mpirun" and not job.hostfile:
+        ignored += ["exclude", "nodelist"]
     names = [f"job.{name}" for name in ignored if getattr(job, name) != getattr(JobConfig(), name)]
     if names:
-        yield f"{', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect with job.cluster={cluster}, which has neither a queue nor a job script: set your shell up before"
+        have = "have" if len(names) > 1 else "has"
+        why = f"with job.cluster={cluster}, which has neither a queue nor a job script"
+        yield f"{', '.join(names)} {have} no effect {why}: set your shell up before"

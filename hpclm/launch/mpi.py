@@ -15,7 +15,7 @@ from hpclm.config import RunConfig
 from hpclm.launch import child, foreground, hostfile, local
 from hpclm.launch.foreground import Launch
 from hpclm.launch.hostfile import Resources
-from hpclm.node import environment, gpus, processes, slurm, threads
+from hpclm.node import environment, processes, slurm, threads
 from hpclm.node.processes import NoAnswerError
 
 Flavour = Literal["Open MPI", "MPICH", "Intel MPI"]
@@ -30,11 +30,11 @@ PASSED = re.compile(
     r"(HPCLM|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUDA|NVIDIA|HIP|ROCR|UCX|FI|PYTHON|CONDA|TRITON|HF|XDG)_?\w*"
     r"|PATH|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|TMPDIR|LANG|LC_\w+"
 )
-"""Variables that are passed to processes on other hosts, which otherwise have a login's environment."""
+"""Variables to pass to processes on other hosts, which otherwise have a login's environment."""
 OF_A_RANK = re.compile(
     r"OMPI_(COMM_WORLD|UNIVERSE|MCA_(orte|ess|pmix))_?|PMIX?_(RANK|SIZE|NAMESPACE|SERVER)|PRTE_|ORTE_"
 )
-"""Variables of an outer mpirun; an inner one would take itself for one of its ranks."""
+"""Variables of an outer mpirun, which would make an inner mpirun take itself for a rank."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class MpiPlan:
     hosts: Resources
     nodes: int
     processes_per_node: int
-    """Processes on one node, at most."""
+    """The largest number of processes on a node."""
     note: str
-    """How many processes run on which nodes, in words."""
+    """A text on the number of processes on each node."""
 
     @property
     def signals(self) -> dict[int, int]:
-        """The signal to send mpirun in place of another."""
+        """Signal -> the signal to send mpirun in its place."""
         return child.SIGNALS if self.kind == "Open MPI" else {**child.SIGNALS, signal.SIGUSR2: signal.SIGUSR1}
 
     def command(self, program: Sequence[str], more: Iterable[str] = ()) -> list[str]:
-        """The mpirun command that starts ``program`` on every slot; ``more``: additional variables to pass.
+        """The mpirun command that starts ``program`` on every slot. ``more``: additional variables to pass.
 
-        Ranks follow the order of hosts and slots. The chosen slots of a host are its CUDA_VISIBLE_DEVICES.
+        Ranks follow the order of hosts and slots. The chosen slots of a host become its CUDA_VISIBLE_DEVICES.
         """
         line = [self.mpirun]
         exported = list[str]()
@@ -104,7 +104,7 @@ def plan(config: RunConfig) -> MpiPlan:
     if slurm.JOB not in env:
         if nodes > 1:
             raise ConfigError(f"job.nodes={nodes} with mpirun needs job.hostfile, or a Slurm allocation around it")
-        count = local.process_count(config, 0 if config.engine.device == "cpu" else gpus.count(env))
+        count = local.process_count(config, local.gpus_for(config, env))
         env.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable() // count)))
     note = f"{kind}: {nodes * per_node} processes, {per_node} on each of {many(nodes, 'node')}"
     return MpiPlan(env, mpirun, kind, {}, nodes, per_node, note)
@@ -117,7 +117,7 @@ def preview(launch: Launch) -> str:
 
 
 def run(launch: Launch) -> int:
-    """Train through mpirun, in the foreground; the exit code. ConfigError: see ``plan``."""
+    """Train through mpirun, in the foreground; returns the exit code. ConfigError: see ``plan``."""
     job = launch.config.job
     mpi = plan(launch.config)
     notes = [mpi.note, *local.unused(job, "mpirun")]
@@ -127,10 +127,10 @@ def run(launch: Launch) -> int:
 
 
 def resources(config: RunConfig) -> Resources:
-    """The hosts and slots of job.hostfile that the settings select; none without a hostfile.
+    """The hosts and slots of job.hostfile that the settings select; empty without a hostfile.
 
-    job.nodelist and job.exclude select in DeepSpeed's syntax; without them, job.nodes and job.gpus select the first
-    ones, or all if both have their defaults.
+    job.nodelist and job.exclude select them in DeepSpeed's syntax. Without either, job.nodes and job.gpus select the first
+    hosts and slots, or all if both have their defaults.
     """
     job = config.job
     if not job.hostfile:
@@ -138,11 +138,13 @@ def resources(config: RunConfig) -> Resources:
     hosts = hostfile.load(job.hostfile)
     if job.nodelist or job.exclude:
         return hostfile.select(hosts, job.nodelist or "", job.exclude or "")
-    return hosts if (job.nodes, job.gpus) == (1, 1) else hostfile.limit(hosts, job.nodes, job.gpus)
+    if (job.nodes, job.gpus) == (1, 1):
+        return hosts
+    return hostfile.limit(hosts, job.nodes, job.gpus)
 
 
 def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
-    """The path of mpirun, and its MPI; ConfigError if mpirun is missing, or its MPI unknown."""
+    """The path of mpirun, and its kind of MPI; ConfigError if mpirun is missing, or its kind unknown."""
     mpirun = shutil.which("mpirun", path=env.get("PATH")) or shutil.which("mpiexec", path=env.get("PATH"))
     if not mpirun:
         raise ConfigError(
@@ -157,7 +159,7 @@ def installed(env: Mapping[str, str]) -> tuple[str, Flavour]:
 
 
 def flavour(version: str, mpirun: str = "mpirun") -> Flavour:
-    """The MPI of an mpirun that prints ``version``."""
+    """The kind of MPI of an mpirun that prints ``version``."""
     for pattern, kind in FLAVOURS.items():
         if re.search(pattern, version):
             return kind

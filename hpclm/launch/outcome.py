@@ -1,4 +1,4 @@
-"""How the ranks of a launch ended: the cause and its exit code, for the process that started them."""
+"""Find out how the ranks of a launch ended: the cause and its exit code, for the process that started the ranks."""
 
 import sys
 import time
@@ -25,18 +25,18 @@ class Outcome:
         self.launcher = launcher
         self.job = job or OwnJob()
         self.folder = out.absolute() / "logs" / "errors" / start
-        """For the files of the ranks."""
+        """The folder for the ranks' files."""
         self._memory_kills = memory_kills()
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that tell ranks the folder."""
+        """The environment variables that tell the ranks their folder."""
         return {ends.FOLDER: str(self.folder)}
 
     def settle(self, code: int) -> tuple[int, str]:
-        """The exit code of the cause, and the cause. The cause is also logged in the run's log, unless a rank has done so.
+        """The exit code of the cause, and the cause, which is also written to the run's log unless a rank has done so.
 
-        ``code``: of the launcher.
+        ``code``: the launcher's exit code.
         """
         if not code:
             return code, ""
@@ -51,11 +51,11 @@ class Outcome:
         if found.gone:
             killed = memory_kills() - self._memory_kills
             if killed > 0:
-                text += f". The kernel has killed {killed} processes of this job for want of memory"
+                text += f". The kernel has killed {killed} processes of this job because memory ran out"
             troubles = self.job.troubles(sorted({info.host for info in found.gone}))
             if troubles:
                 text += f". {self.job.scheduler} says: {'; '.join(troubles)}"
-        # the launcher knows more of ranks that are gone than their peers do, unless it only knows that a task failed
+        # for ranks that left no file, the launcher's code says more, unless it only says that a task failed
         if found.exit_code is not None and not (found.gone and code != ExitCode.FAILED):
             code = found.exit_code
         if text and (self.out / "log.txt").exists() and ends.claim_report(self.folder):
@@ -64,12 +64,14 @@ class Outcome:
         return code, text
 
     def tell(self, code: int, why: str) -> None:
-        """Say how it ended, unless all went well."""
+        """Print how the launcher ended if ``code`` is not 0."""
         if code:
-            first = why.partition("\n")[0]
-            say(f"{self.launcher} ended with exit code {code}{first and f': {first}'}", file=sys.stderr, flush=True)
+            text = f"{self.launcher} ended with exit code {code}"
+            if why:
+                text += f": {why.partition(chr(10))[0]}"
+            say(text, file=sys.stderr, flush=True)
 
 
 def by_signal(code: int) -> bool:
-    """Whether an exit code says that a signal, or the loss of its node, ended a process."""
+    """Whether the exit code ``code`` says that a signal, or the loss of its node, ended a process."""
     return code == LOST_NODE or 128 < code < 160

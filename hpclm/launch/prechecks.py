@@ -1,4 +1,4 @@
-"""Checks before a run is queued or started: the checks of every start (training/start.py), and those of a submission."""
+"""Checks before a run is queued or started: those of every start (training/start.py), and those of a submission."""
 
 import math
 import re
@@ -28,22 +28,22 @@ from hpclm.rundir import summary
 from hpclm.training.start import Check, RunStart
 
 WIDEST_BUILT = 2048  # model.hidden up to which a block is built on the login node: 200 MB
-SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # of #SBATCH --signal
+SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # the value of #SBATCH --signal
 
 
 def check_submission(
     run: RunConfig, cluster: str, queued: bool = False, resume_step: int | None = None, with_data: bool = True
 ) -> RunStart:
-    """Run all checks that are possible here, before anything is written; returns the start with the files that they have read.
+    """Run all checks that are possible here, without writing anything. ConfigError names every problem.
 
-    ``cluster``: the launcher, or "debug". ``queued``: it will follow a job in the queue. ``resume_step``: the step
-    of the checkpoint to continue from. ``with_data``: also check what depends on the dataset. ConfigError names every problem.
+    Returns the start, which has the files that the checks have read. ``cluster``: the launcher, or "debug". ``queued``: the run
+    will follow a job in the queue. ``resume_step``: the step of the checkpoint to continue from. ``with_data``: also run the
+    checks of the dataset.
     """
     job = run.job
     debug = cluster == "debug"  # a debug run starts anew, with synthetic data if files are missing
-    same_python = not (
-        job.venv or job.conda or job.container or job.modules
-    )  # with another Python, its libraries are unknown
+    # the libraries of another Python are unknown
+    same_python = not (job.venv or job.conda or job.container or job.modules)
     has = {
         "files": True,
         "run": not debug,
@@ -77,7 +77,7 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
         ("engine.name", run.engine.name, ENGINES, "hpclm.engine"),
     ]
     for kind, name, table, module in names:
-        if name not in table:  # hpclm's own exist, and some take seconds to load
+        if name not in table:  # hpclm's own names exist, and some take seconds to load
             loaded = lookup(kind, name, table, import_module(module).CHECK)
             if kind == "engine.name":
                 from hpclm.engine import check_supports
@@ -91,26 +91,26 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
         gpt.check_blocks(gpt.layers(run.model, run.engine, torch.float32, run.seed))
     if run.optim.name not in OPTIMIZERS:
         _check_optimizer(run)
-    for name in run.log.sinks if with_sinks else ():
-        if name not in SINKS:
+    if with_sinks:
+        for name in set(run.log.sinks).difference(SINKS):
             sinks.lookup(name)
 
 
 def _check_optimizer(run: RunConfig) -> None:
-    """ConfigError if the user's optimizer cannot train in this layout. The job itself finds problems that need a GPU."""
+    """ConfigError if the user's optimizer cannot train in this layout. Only the job itself finds problems that need a GPU."""
     from hpclm.engine.user_optimizers import check_optimizer
     from hpclm.optim.trial import NeedsGPUError
 
     try:
         settings = run.for_engine(run.job.nodes * run.job.gpus)
-    except ConfigError:  # reported elsewhere
+    except ConfigError:  # another check reports it
         settings = run.for_engine(run.parallel.smallest)
     with nullcontext() if run.engine.device == "cpu" else suppress(NeedsGPUError):
         check_optimizer(settings, SUPPORTS.get(run.engine.name))
 
 
 def missing_paths(run: RunConfig) -> list[str]:
-    """Settings of paths that do not exist on the file system of the run directory, which all nodes share."""
+    """An error for each path in the settings that does not exist on the file system of the run directory, which all nodes share."""
     return [f"{text} does not exist" for text, path in _not_here(run.job) if _is_shared(path, Path(run.out))]
 
 
@@ -123,9 +123,11 @@ def warn_of_missing_paths(run: RunConfig) -> None:
 
 def _not_here(job: JobConfig) -> Iterator[tuple[str, Path]]:
     """Settings of paths that do not exist on this machine, with the path."""
-    paths = [("job.venv", job.venv and f"{job.venv}/bin/activate")]
-    paths += [("job.conda", f"{job.conda}/bin/python")] if job.conda and job.conda.startswith("/") else []
-    paths += [("job.mounts", mount.partition(":")[0]) for mount in job.mounts]
+    paths = [("job.mounts", mount.partition(":")[0]) for mount in job.mounts]
+    if job.venv:
+        paths.append(("job.venv", f"{job.venv}/bin/activate"))
+    if job.conda and job.conda.startswith("/"):
+        paths.append(("job.conda", f"{job.conda}/bin/python"))
     image = job.container or ""
     if "://" not in image and (job.runtime == "apptainer" or image.startswith("/")) and job.runtime != "docker":
         paths.append(("job.container", image))
@@ -149,7 +151,7 @@ def _existing(path: Path) -> Path:
 def refuse_without_room(out: Path, script: str) -> None:
     """ConfigError if Slurm would warn a job with ``script`` of its end before its first step.
 
-    The times are those of the last start of the run in ``out``. Without a time limit of the job, its partition's counts.
+    Times are estimated from the last start of the run in ``out``. A job without a time limit has its partition's limit.
     """
     options = slurm.options_in(script)
     time = options.get("time") or ""
@@ -167,11 +169,14 @@ def refuse_without_room(out: Path, script: str) -> None:
     limit = _seconds(time)
     if limit - warn - start > step:
         return
-    took = f", and the last start took {start:.0f} s or more before its first step" if start else ""
-    step_text = f", which takes {step:.1f} s" if start and step else ""
+    took = ""
+    if start:
+        took = f", and the last start took {start:.0f} s or more before its first step"
+        if step:
+            took += f", which takes {step:.1f} s"
     needed = math.ceil((warn + start + step) / 60) + 1
     raise ConfigError(
-        f"{name}={time} leaves no room for a step: Slurm's warning comes job.warn_seconds={warn} s before the end{took}{step_text}; "
+        f"{name}={time} leaves no room for a step: Slurm's warning comes job.warn_seconds={warn} s before the end{took}; "
         f"set job.time to {needed} minutes or more, or a smaller job.warn_seconds that suffices for a save"
     )
 

@@ -1,4 +1,4 @@
-"""One process of a run: checks settings, joins the other ranks, and runs training/loop.py."""
+"""Run one process of a run: check the settings, join the other ranks, and run training/loop.py."""
 
 import logging
 import os
@@ -34,17 +34,17 @@ def start(
     quiet: bool = False,
     began: float | None = None,
 ) -> int:
-    """Join the other ranks and train; the exit code. With several ranks, the process ends here.
+    """Join the other ranks and train; returns the exit code. With several ranks, it ends the process instead of returning.
 
     ``alone``: train as a single process, even in a job of several tasks. ``resume_step``: the step of the checkpoint to continue
-    from, instead of the newest. ``quiet``: print warnings only. ``began``: when the attempt began, in seconds since 1970; None: now.
+    from, instead of the newest. ``quiet``: print only warnings. ``began``: when the attempt began, in seconds since 1970; None: now.
     """
     code.check_snapshot()
     world = bootstrap.detect(alone=alone)
     if began is not None:
         world = replace(world, began=began)
     parent = os.getppid()
-    if world.local_size > 1:  # before NumPy and PyTorch are loaded
+    if world.local_size > 1:  # NumPy and PyTorch read it when they are loaded
         os.environ["OMP_NUM_THREADS"] = str(threads.per_process(world.local_size))
     _refuse_incomplete(settings)
     job = current_job(settings.job.cluster)
@@ -55,7 +55,7 @@ def start(
     from hpclm.training.start import RunStart
 
     checked = RunStart(settings, resume_step, job, world.size)
-    # several ranks must meet before one of them may fail; the user's own data source may import PyTorch
+    # several ranks must meet before a rank may fail; the user's own data source may import PyTorch
     if world.size == 1 and settings.data.source in SOURCES:
         checked.check()
     if world.local_size < world.size:
@@ -72,7 +72,7 @@ def start(
         job.end_step(ended)
     ends.note(ended)
     # skip the interpreter's shutdown, which may abort while exceptions refer to the process group
-    with suppress(OSError):  # closed by the reader
+    with suppress(OSError):  # the reader may have closed the pipe
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(ended)
@@ -81,7 +81,7 @@ def start(
 def _check_without_ranks(settings: RunConfig, world: World) -> None:
     """Refuse settings that cannot work with ``world``, before PyTorch is loaded, which takes seconds.
 
-    ConfigError on rank 0, or on the first rank of a machine; SystemExit on the others.
+    Raises ConfigError on rank 0, or on the first rank of a machine, and SystemExit on the other ranks.
     """
     try:
         settings.plan(world.size)
@@ -101,7 +101,7 @@ def _check_without_ranks(settings: RunConfig, world: World) -> None:
 
 
 def _train_with_others(start: "RunStart", world: World, job: OwnJob) -> tuple[int, bool]:
-    """Train as one of several ranks. Returns the exit code, and whether this rank alone has failed; its error was reported."""
+    """Train as one of several ranks. Returns the exit code, and whether only this rank has failed and reported its error."""
     failed_alone = False
 
     def work(_: list[str]) -> int:
@@ -120,7 +120,7 @@ def _train_with_others(start: "RunStart", world: World, job: OwnJob) -> tuple[in
 
 
 def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:
-    """ConfigError if the run could not start, or has several ranks: a rank must not tokenize the text for all."""
+    """ConfigError if the run could not start, or has several ranks: no single rank may tokenize the text for all ranks."""
     _refuse_incomplete(settings)
     world = bootstrap.detect(alone=False)
     settings.plan(world.size)
@@ -133,7 +133,7 @@ def check_before_dataset(settings: RunConfig, dataset: "NamedDataset") -> None:
 
 
 def _refuse_incomplete(settings: RunConfig) -> None:
-    """ConfigError with everything that is missing or wrong in the settings; ranks and data are checked later."""
+    """ConfigError with every problem in the settings. Ranks and data are checked later."""
     from hpclm.training.start import SETTINGS, RunStart  # imports NumPy
 
     RunStart(settings, has=SETTINGS).check()
@@ -150,10 +150,10 @@ def train(start: "RunStart", world: World, job: OwnJob) -> int:
 
 
 def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:
-    """Train in the calling process, for notebooks and scripts; the same settings continue the run.
+    """Train in the calling process, for notebooks and scripts. The same settings continue the run.
 
-    ``quiet``: print warnings only. Interrupted after a signal, such as a notebook's interrupt: the run has saved then.
-    Other errors are HpclmError.
+    ``quiet``: print only warnings. Raises Interrupted after a signal, such as a notebook's interrupt, once the run has saved, and
+    HpclmError for other errors.
     """
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
@@ -163,7 +163,8 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
         raise Interrupted(f"{settings.out}: {folder.unsaved(settings.out)}; {AGAIN}") from None
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler or signal.SIG_DFL)
     if ended == ExitCode.REQUEUE:
         newest, _ = folder.survey_checkpoints(f"{settings.out}/checkpoints")
-        raise Interrupted(f"{settings.out}: {f'saved at step {newest[0]}' if newest else 'nothing was saved'}; {AGAIN}")
+        saved = f"saved at step {newest[0]}" if newest else "nothing was saved"
+        raise Interrupted(f"{settings.out}: {saved}; {AGAIN}")

@@ -1,4 +1,4 @@
-"""Submit a run again, with its settings and the size of its last job, and with changes if any."""
+"""Submit a run again, with its settings, the size of its last job, and optional changes."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ def resume(
     check: Callable[[list[str]], None],
     submit: Callable[[list[str]], int],
 ) -> int:
-    """Submit the runs ``chosen`` again, with ``changes``; the exit code.
+    """Submit the runs ``chosen`` again, with ``changes``; returns the exit code.
 
-    ``check`` and ``submit`` take the arguments of hpclm submit. ``check`` raises ConfigError for wrong arguments, before it is decided
-    whether a run may start.
+    ``check`` and ``submit`` take the arguments of hpclm submit. ``check`` raises ConfigError for wrong arguments, and is called
+    before the state of a run is considered.
     """
     per_run = failures.PerRunErrors(len(chosen))
     for number, status in enumerate(States(PATIENCE).of(chosen), start=1):
@@ -43,7 +43,7 @@ def resume(
             if code:  # the run trained here, in the foreground
                 left = len(chosen) - number
                 if left:
-                    say(f"{files.shown(status.run.out)} ended with {code}; the {left} after it are not started")
+                    say(f"{files.shown(status.run.out)} ended with {code}; the {left} runs after it are not started")
                 return code
     return per_run.code
 
@@ -59,11 +59,9 @@ def split(given: list[str], runs: Path) -> tuple[list[str], list[str]]:
 def may_start(status: State, changes: list[str]) -> None:
     """LockedError if the run is waiting or running, ConfigError if it is done or has no config.yaml."""
     out = status.run.out
-    where = status.where()
     if status.live:
-        raise LockedError(
-            f"{out} is {status.name}{f' ({where})' if where else ''}; wait for it, or end it: hpclm cancel {files.typed(out)}"
-        )
+        where = f" ({status.where()})" if status.where() else ""
+        raise LockedError(f"{out} is {status.name}{where}; wait for it, or end it: hpclm cancel {files.typed(out)}")
     if status.finished and not any(word.startswith(EXTENDS) for word in changes):
         if status.name == "done":
             way = f"hpclm resume {files.typed(out)} budget.steps=..., or go back: --from STEP"
@@ -85,9 +83,9 @@ def _names_clusters(run: RunFacts, changes: list[str]) -> bool:
 
 
 def words(run: RunFacts, changes: list[str]) -> list[str]:
-    """The arguments of hpclm submit that submit ``run`` again, with the cluster and size of its last job or, without a job, its size.
+    """The arguments of hpclm submit that submit ``run`` again, with the cluster and size of its last job, if any.
 
-    ``changes`` come last, so that they win.
+    ``changes`` come last, and so override the others.
     """
     if run.submissions:
         last = run.submissions[-1]

@@ -1,7 +1,7 @@
 """Submit a run exactly once, even if this process is killed at any point.
 
-The script is written under a new number before sbatch is called, and the queue shows its path. So the next submission finds a job
-that was not recorded by its script. A script without a job was never submitted.
+The script is written under a new number before sbatch is called, and the queue shows its path. So the next submission finds an
+unrecorded job by its script. A script without a job was never submitted.
 """
 
 import shutil
@@ -24,9 +24,9 @@ from hpclm.rundir.rows import Row
 from hpclm.rundir.runs import is_job
 from hpclm.rundir.state import process_here
 
-EXITS = 30.0  # seconds
+EXITS = 30.0  # seconds for a launch to exit after its run has ended
 LOCK = Path("job", "lock")
-"""Held while a run is submitted, or its launch recorded."""
+"""The lock that is held while a run is submitted, or its launch recorded."""
 
 
 def send(
@@ -39,15 +39,15 @@ def send(
 ) -> tuple[Row, bool]:
     """Submit ``job_script``, which trains ``config`` in its run directory. Returns the recorded submission, and whether it is new.
 
-    It is not new if an earlier call submitted it and was killed before it had recorded that. LockedError if a job of the run is in
-    the queue, unless ``again``. ``resume_step``: the step of the checkpoint to continue from.
+    The submission is not new if an earlier call was killed between submitting and recording it. LockedError if a job of the run is
+    in the queue, unless ``again``. ``resume_step``: the step of the checkpoint to continue from.
     """
     out = Path(config.out)
     text = job_script.text
     with _made(out), files.locked(out / LOCK) as lock:
         scripts = _scripts(out)
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
-            files.sweep(out / name)  # left by a killed process
+            files.sweep(out / name)  # a killed process may have left some
         before = events.of_kind(events.read_or_refuse(out), "submitted")
         recorded = {Path(submission["script"]).name for submission in before if submission.get("script")}
         queued_jobs = _queued(out, _that_may_know(scheduler, text, before)) if scripts else []
@@ -79,7 +79,7 @@ def send(
 
 @contextmanager
 def _made(out: Path) -> Iterator[None]:
-    """Make the run directory; remove a new one if the block raises a ConfigError."""
+    """Make the run directory. If it is new, and the block raises ConfigError, remove it."""
     is_new = not out.exists()
     folder.make(out)
     try:
@@ -92,9 +92,9 @@ def _made(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
-    """Write the settings of an attempt into the run directory, and the step to go back to, before the block.
+    """Write the settings of an attempt, and the step to go back to, into the run directory before the block.
 
-    A ConfigError of the block restores the former ones.
+    If the block raises ConfigError, restore the former settings and step.
     """
     out = Path(config.out)
     replaced, _ = config_history.replace(out, dumped(config))
@@ -114,7 +114,7 @@ def _prepared(config: RunConfig, resume_step: int | None) -> Iterator[None]:
 def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]:
     """Write the settings of a launch, and keep other launches and submissions out of the run directory during the block.
 
-    ``resume_step``: see ``send``. LockedError if a launch or run is using the run directory; then nothing has changed.
+    ``resume_step``: see ``send``. LockedError, without any change, if a launch or run is using the run directory.
     """
     out = Path(config.out)
     folder.make(out)
@@ -125,7 +125,7 @@ def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]
 
 
 def refuse_in_use(out: Path) -> None:
-    """LockedError if a run is using ``out``, or a launch on this machine with ranks that have not begun.
+    """LockedError if a run is using ``out``, or a launch on this machine whose ranks have not begun.
 
     After the end of a run, its launch has EXITS seconds to exit.
     """
@@ -143,7 +143,7 @@ def refuse_in_use(out: Path) -> None:
 
 def queued(out: Path, scheduler: Scheduler, seconds: float) -> list[Job]:
     """Pending and running jobs of the run directory ``out``; NoAnswerError if the scheduler does not answer within ``seconds``."""
-    with files.locked(out / LOCK):  # a submission may go on after its caller was killed
+    with files.locked(out / LOCK):  # a submission continues if its caller is killed
         return _queued(out, [scheduler], seconds)
 
 
@@ -159,21 +159,21 @@ def last_script(out: Path) -> str:
 
 
 def _that_may_know(scheduler: Scheduler, text: str, before: Iterable[Row]) -> list[Scheduler]:
-    """The scheduler, on the clusters of the script ``text`` and of the submissions ``before``."""
-    if not isinstance(scheduler, Scheduler):  # a class with the same methods
+    """``scheduler`` on the clusters of the script ``text`` and of the submissions ``before``."""
+    if not isinstance(scheduler, Scheduler):  # the user's class with the same methods
         return [scheduler]
     earlier = [scheduler.on(submission.get("slurm_cluster") or "") for submission in before if is_job(submission)]
     return list(dict.fromkeys([*earlier, scheduler.for_script(text)]))
 
 
 def _scripts(out: Path) -> list[int]:
-    """The numbers of the scripts."""
+    """The numbers of the job scripts in the run directory ``out``."""
     names = [path.stem.removeprefix("script-") for path in (out / "job").glob("script-*.sbatch")]
     return [int(number) for number in names if number.isdecimal()]
 
 
 def _same(out: Path, config: RunConfig, script: Path, text: str) -> bool:
-    """Whether ``script`` has this ``text``, and the run directory these settings."""
+    """Whether the file ``script`` contains ``text``, and config.yaml the settings ``config``."""
     try:
         return files.read_text(script) == text and files.read_text(out / "config.yaml") == dumped(config)
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""The set-up of a job's script, before its supervisor starts: modules, the Python environment, variables."""
+"""The lines of a job's script before the supervisor: modules, the Python environment, variables."""
 
 import shlex
 import sys
@@ -11,7 +11,7 @@ from hpclm.node import environment
 from hpclm.rundir import code
 
 TRAP = "trap '' TERM USR1 USR2"
-"""Keeps signals from ending the set-up. The supervisor inherits this, until it handles them and passes them on to the ranks."""
+"""Keeps signals from ending the set-up. The supervisor inherits it, until it handles signals and forwards them to the ranks."""
 FAILED = '[ $? = 0 ] || { echo "the set-up of the job has failed" >&2; exit 64; }'
 """Ends the job if the last line before it has failed."""
 
@@ -28,7 +28,7 @@ def lines(config: RunConfig, path: Path) -> Iterator[str]:
     elif job.conda:
         yield 'eval "$(conda shell.bash hook)" || exit 64'
         yield f"conda activate {shlex.quote(job.conda)} || exit 64"
-    elif sys.prefix != sys.base_prefix:  # its mpirun fits its mpi4py
+    elif sys.prefix != sys.base_prefix:  # mpi4py needs the mpirun of this environment
         yield f'export PATH={shlex.quote(str(Path(sys.prefix) / "bin"))}:"$PATH"'
     if not shipped.installed() and (not _other_python(job) or Path.cwd() == shipped.PACKAGE.parent.resolve()):
         yield f"export PYTHONPATH={shlex.quote(str(shipped.PACKAGE.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"
@@ -48,7 +48,7 @@ def supervisor(job: JobConfig, path: Path) -> list[str]:
 
 
 def interpreter(job: JobConfig) -> str:
-    """The Python of a job's script: that of its environment, otherwise the one that submits."""
+    """The Python of a job's script: that of the job's environment, otherwise the one that submits."""
     return "python" if _other_python(job) else sys.executable or "python3"
 
 

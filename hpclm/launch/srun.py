@@ -10,13 +10,13 @@ from hpclm.launch.foreground import Launch
 from hpclm.node import environment, slurm
 
 STALE = re.compile(r"SLURM_(NTASKS|NPROCS|NTASKS_PER_NODE|TASKS_PER_NODE|CPUS_PER_TASK|DISTRIBUTION)")
-"""Requests of the allocation, which srun would apply to its step; the step has its own on the command line."""
+"""Variables with requests of the allocation, which srun would apply to its step. The command line has the step's own requests."""
 WAIT = "SLURM_WAIT"
-"""Variable with the seconds that the last tasks have once one is done: a slurmstepd that died never says so."""
+"""Variable with the seconds that the other tasks have to end once a task is done: srun never hears of a dead slurmstepd."""
 
 
 def run(launch: Launch) -> int:
-    """Train in the present Slurm allocation; the exit code. ConfigError outside an allocation; srun refuses one that is too small."""
+    """Train in the current Slurm allocation; returns the exit code. ConfigError outside an allocation. srun refuses a small one."""
     env = environment.inherited()
     job = launch.config.job
     allocation = env.get(slurm.JOB)
@@ -26,8 +26,8 @@ def run(launch: Launch) -> int:
             f"--interactive runs inside a Slurm allocation, but {slurm.JOB} is not set; get one first with "
             f"salloc --nodes={job.nodes} --ntasks-per-node={job.gpus} --gpus-per-node={job.gpus}{cores}"
         )
-    options = ["--propagate=NONE", "--unbuffered", "--input=none"]  # limits are this shell's otherwise
-    if slurm.STEP in env:  # which then holds the resources
+    options = ["--propagate=NONE", "--unbuffered", "--input=none"]  # otherwise this shell's limits would apply
+    if slurm.STEP in env:  # the step of this process holds the resources
         options.append("--overlap")
     env = {name: value for name, value in env.items() if not STALE.fullmatch(name)} | job.env
     env.setdefault(WAIT, "60")
@@ -40,7 +40,10 @@ def run(launch: Launch) -> int:
 
 
 def step(nodes: int, tasks: int, cores: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The srun command that starts ``tasks`` processes with ``cores`` (0: unknown) each on every node, and ends all when one fails."""
+    """The srun command that starts ``tasks`` processes on every node, and ends all when a process fails.
+
+    ``cores``: cores of each process; 0 if unknown.
+    """
     counts = [f"--nodes={nodes}", f"--ntasks={nodes * tasks}", f"--ntasks-per-node={tasks}"]
     if cores:
         counts.append(f"--cpus-per-task={cores}")

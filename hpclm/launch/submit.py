@@ -36,7 +36,7 @@ STARTED_BY = {"local": "hpclm.launch.local", "mpirun": "hpclm.launch.mpi", "inte
 
 
 def start(request: SubmitRequest) -> int:
-    """Start the runs of ``request``; the exit code. ConfigError with every problem, before anything is written."""
+    """Start the runs of ``request``; returns the exit code. ConfigError with every problem, before anything is written."""
     check = partial(_check_before_dataset, request)
     runs = [arguments.compose(request, variant, check) for variant in arguments.variants(request.sweep)]
     command = [*map(secrets.Redactor(), ("hpclm", "submit", *request.typed))]
@@ -53,7 +53,7 @@ def start(request: SubmitRequest) -> int:
     unwritten = arguments.unwritten(request, runs)
     for dataset in unwritten:
         say(
-            f"without --dry-run, the text of data= is first tokenized into {dataset}; its data is not checked here",
+            f"without --dry-run, the text of data= is first tokenized into {dataset}; the dataset is not checked here",
             file=sys.stderr,
         )
     starts = [
@@ -91,7 +91,7 @@ def from_python(run: RunConfig, resume_step: int | None = None) -> None:
 
 
 def queue_of(job: JobConfig) -> str:
-    """The scheduler of a job's settings; ConfigError without a queue."""
+    """The scheduler that the settings of a job choose; ConfigError if they choose a way to run without a queue."""
     where = _of_job(job)
     if where not in STARTED_BY:
         return where
@@ -128,7 +128,7 @@ def _of_job(job: JobConfig) -> str:
 
 
 def _is_toy(request: SubmitRequest) -> bool:
-    """Whether the run is the toy model, in a run directory that was not chosen."""
+    """Whether the run is the toy model, and the user has not chosen its run directory."""
     words = list(request.settings)
     chosen = {"out", "name"} & set(config.compose.named(words))
     return not chosen and [word for word in words if not is_override(word)] in ([], ["debug"])
@@ -141,7 +141,7 @@ def _own_directory(toy: RunConfig) -> RunConfig:
     while folders.is_run(Path(run.out)):
         status, before = before_it(run)
         if status and not status.finished and (before is None or same_length(run, before)):
-            return run  # to be continued
+            return run  # it continues
         number += 1
         run = replace(toy, name=f"{toy.name}-{number}", out=f"{toy.out}-{number}")
     return run
@@ -149,7 +149,7 @@ def _own_directory(toy: RunConfig) -> RunConfig:
 
 def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
     """Warn of risks of a job, and of runs that have trained outside of a job. ``reasons``: why settings have no effect."""
-    for warning in dict.fromkeys(reasons):  # runs that start at once say so themselves
+    for warning in dict.fromkeys(reasons):  # runs that start at once log it themselves
         say(f"warning: {warning}", file=sys.stderr)
     prechecks.warn_of_missing_paths(runs[0])
     for out in (Path(run.out) for run in runs if folders.is_run(Path(run.out))):
@@ -174,7 +174,7 @@ def _scripts(
 
 def _script(scheduler: Scheduler, run: RunConfig) -> JobScript:
     path = Path(run.out) / "config.yaml"
-    container.words(run)  # what cannot be mounted is refused now
+    container.words(run)  # raises ConfigError now for a folder that cannot be mounted
     script = scheduler.script(run, path, list(setup.lines(run, path)), setup.supervisor(run.job, path))
     if scheduler.name == "slurm":
         prechecks.refuse_without_room(Path(run.out), script.text)
@@ -182,7 +182,7 @@ def _script(scheduler: Scheduler, run: RunConfig) -> JobScript:
 
 
 def _show(scheduler: Scheduler, runs: Sequence[RunConfig], scripts: Sequence[JobScript]) -> int:
-    """Print the scripts, and the scheduler's comments on them."""
+    """Print the scripts and the scheduler's comments on each."""
     for run, script in zip(runs, scripts, strict=True):
         sys.stdout.write(script.text)
         sys.stdout.flush()
@@ -205,7 +205,7 @@ def _preview(where: str, run: RunConfig) -> int:
 
 
 def _ranks(runs: Sequence[RunConfig], ranks: str, kind: str) -> int:
-    """Print the memory and the messages of some ranks."""
+    """Print the memory and the messages of the given ranks."""
     from hpclm.planning.ranks import parse_ranks, report  # loads torch
 
     run = runs[0]
@@ -231,7 +231,7 @@ def _sweep(where: str, request: SubmitRequest, runs: Sequence[RunConfig], comman
         raise ConfigError(
             f"job.env.{sweep.DEVICES} gives all runs the same GPUs; export it instead, or leave --parallel out"
         )
-    shares = sweep.shares(parallel, processes, sweep.gpus_here(runs) if parallel > 1 else 0)
+    shares = sweep.shares_here(parallel, processes, runs)
     runs_of_sweep = sweep.of_variants(runs, arguments.variants(request.sweep), command)
     return sweep.run(runs_of_sweep, partial(sweep.submit_words, where), shares)
 
@@ -244,7 +244,7 @@ def _submit(
     again: bool,
     resume_step: int | None,
 ) -> int:
-    """Submit every run; one that fails because it is already queued or done does not affect the others."""
+    """Submit every run. A run that is already queued or done does not affect the other runs."""
     code = 0
     for number, (run, script) in enumerate(zip(runs, scripts, strict=True)):
         if number:
@@ -260,12 +260,9 @@ def _submit(
             code = code or error.exit_code
             continue
         except HpclmError:
-            left = len(runs) - number
             if len(runs) > 1:
-                print(
-                    f"error: {left} of {len(runs)} runs {'was' if left == 1 else 'were'} not submitted; repeat the command to continue",
-                    file=sys.stderr,
-                )
+                left = f"not submitted: {len(runs) - number} of {len(runs)} runs"
+                print(f"error: {left}; repeat the command to continue", file=sys.stderr)
             raise
         out = files.typed(_short(run.out))
         state = "already queued: an earlier submission was interrupted"
@@ -286,11 +283,9 @@ def _submit(
 
 
 def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: Sequence[str]) -> str:
-    """Submit a job of one process that scores the checkpoints of the run ``out``, with the settings of its last job.
+    """Submit a job of one process that scores the checkpoints of the run ``out``. Returns a sentence about the job.
 
-    Returns a sentence about the job.
-
-    ``words``: the arguments of ``hpclm evaluate``, without the run and --submit.
+    ``overrides``: changes to the run's settings. ``words``: the arguments of ``hpclm evaluate``, without the run and --submit.
     """
     from hpclm.inference import task_names
 
@@ -316,7 +311,7 @@ def submit_scoring(out: Path, overrides: list[str], wanted: TaskRequest, words: 
 
 
 def _limit(limit: str) -> str:
-    """A time limit in words: Slurm reads 24:00 as 24 minutes."""
+    """A time limit in words, because Slurm reads 24:00 as 24 minutes."""
     seconds = seconds_of(limit)
     return span(seconds) if math.isfinite(seconds) else "none"
 

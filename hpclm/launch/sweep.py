@@ -35,22 +35,22 @@ from hpclm.training.start import RunStart
 if TYPE_CHECKING:
     from hpclm.base.progress import ProgressBar
 
-POLL = 0.2  # seconds between looks at the processes
+POLL = 0.2  # seconds between checks of the processes
 UPDATE = 1.0  # seconds between updates of a progress bar
 PATIENCE = 5.0  # seconds for a scheduler to answer about runs that were jobs before
 DEVICES = "CUDA_VISIBLE_DEVICES"
 Words = Callable[[Path], Sequence[str]]
-"""Gives the arguments of hpclm that start the run with this config.yaml."""
+"""Returns the arguments of hpclm that start the run with a given config.yaml."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs that are compared."""
+    """The runs of a sweep, and the report that compares them."""
 
     runs: Sequence[RunConfig]
-    """With absolute paths."""
+    """The settings of the runs, with absolute paths."""
     report: Path
-    """The path of the comparison."""
+    """The path of the report."""
     command: Sequence[str]
     """The words that the user typed."""
 
@@ -67,13 +67,13 @@ def check_alone(env: Mapping[str, str] = os.environ) -> None:
     world = bootstrap.detect(env, alone=False)
     if world.launcher != "single":
         raise ConfigError(
-            f"--sweep starts a process for each run, but this one is rank {world.rank} of {world.size} that {world.launcher} has "
-            "started; start it without, or use hpclm submit --sweep"
+            f"--sweep starts a process for each run, but {world.launcher} has started this process as rank {world.rank} of "
+            f"{world.size}; start it without {world.launcher}, or use hpclm submit --sweep"
         )
 
 
 def train(settings: Sequence[str], swept: Sequence[str], parallel: int, typed: Sequence[str]) -> int:
-    """Train the runs of ``swept``, each key=a,b,c, on top of ``settings``, each in one process; the exit code.
+    """Train the runs of ``swept``, each key=a,b,c, on top of ``settings``, each in one process; returns the exit code.
 
     ``typed``: all arguments. ConfigError with every problem, before the first run starts.
     """
@@ -82,7 +82,7 @@ def train(settings: Sequence[str], swept: Sequence[str], parallel: int, typed: S
     for variant in variants:  # before a dataset is written
         command_line.planned([*settings, *variant.overrides], typed)
     runs = checked([composed(settings, variant, typed) for variant in variants])
-    of_each = shares(min(parallel, len(runs)), 1, gpus_here(runs) if parallel > 1 else 0)
+    of_each = shares_here(min(parallel, len(runs)), 1, runs)
     return run(of_variants(runs, variants, ("hpclm", "train", *typed)), train_words, of_each)
 
 
@@ -93,7 +93,7 @@ def composed(settings: Sequence[str], variant: Variant, typed: Sequence[str]) ->
 
 
 def checked(runs: Sequence[RunConfig]) -> list[RunConfig]:
-    """Runs that train in one process each, as they begin; warns of what changes nothing. ConfigError with every problem."""
+    """The complete settings of runs that train in one process each; warns of settings without effect. ConfigError with every problem."""
     problems = list[str]()
     starts = list[RunStart]()
     for run in runs:
@@ -110,19 +110,22 @@ def checked(runs: Sequence[RunConfig]) -> list[RunConfig]:
 
 
 def train_words(path: Path) -> tuple[str, ...]:
-    """Train in one process."""
+    """The arguments of hpclm that train the run with the settings at ``path`` in one process."""
     return "train", paths.literal(path)
 
 
 def submit_words(cluster: str, path: Path) -> tuple[str, ...]:
-    """Start the ranks as ``cluster``, local, mpirun or interactive, does."""
+    """The arguments of hpclm that start the run with the settings at ``path`` by ``cluster``: local, mpirun or interactive."""
     how = ("--interactive",) if cluster == "interactive" else ("--cluster", cluster)
     return "submit", "--config", paths.literal(path), *how, f"out={paths.literal(path.parent)}"
 
 
-def gpus_here(runs: Sequence[RunConfig]) -> int:
-    """How many GPUs of this machine the runs may use."""
-    return 0 if all(run.engine.device == "cpu" for run in runs) else gpus.count(environment.inherited())
+def shares_here(parallel: int, processes_of_run: int, runs: Sequence[RunConfig]) -> list[dict[str, str]]:
+    """``shares`` of this machine for ``parallel`` of the ``runs`` at a time."""
+    available = 0
+    if parallel > 1 and any(run.engine.device != "cpu" for run in runs):  # counting GPUs takes seconds
+        available = gpus.count(environment.inherited())
+    return shares(parallel, processes_of_run, available)
 
 
 def shares(
@@ -150,15 +153,15 @@ def shares(
 
 
 class Child:
-    """A run that trains in a separate process."""
+    """A run of a sweep that trains in a separate process."""
 
     def __init__(self, run: RunConfig, name: str, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
-        """Start ``run``; what it prints goes to ``output``, and its progress is shown in this ``row`` of a terminal."""
+        """Start ``run``. Its output goes to ``output``, and ``row`` of the terminal shows its progress."""
         self.name = name
         self.output = output
         self.row = row
         self.out = Path(run.out)
-        with send.claimed(run):  # LockedError where another process trains it
+        with send.claimed(run):  # LockedError if another process trains it
             command = python.command("hpclm", *words(self.out / "config.yaml"))
         self.process = subprocess.Popen(
             command,
@@ -195,17 +198,17 @@ class Child:
         """A line on how it has ended, with exit code ``code``."""
         self._bar.close()
         status = state(self.out, PATIENCE)
-        loss = status.run.summary.get("loss")
-        figure = f", loss {loss:.4f}" if loss is not None and code in (ExitCode.DONE, ExitCode.REQUEUE) else ""
+        text = f"{self.name}  {files.shown(_short(self.out))}: "
         if code in (ExitCode.DONE, ExitCode.REQUEUE):
-            return f"{self.name}  {files.shown(_short(self.out))}: {status.how()}{figure}"
+            loss = status.run.summary.get("loss")
+            return text + status.how() + (f", loss {loss:.4f}" if loss is not None else "")
         printed = rows.tail(self.output.name).split("\n")
         why = status.ending or next((line for line in reversed(printed) if line.strip()), "it left no message")
-        return f"{self.name}  {files.shown(_short(self.out))}: failed with exit code {code}: {why}"
+        return f"{text}failed with exit code {code}: {why}"
 
 
 def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
-    """Train the runs that are not done yet, and compare all runs; the exit code."""
+    """Train the runs that are not done yet, and compare all runs; returns the exit code."""
     unfinished, code = train_all(sweep.runs, words, shares)
     if code == ExitCode.INTERRUPTED:
         return code
@@ -215,7 +218,7 @@ def run(sweep: Sweep, words: Words, shares: Sequence[Mapping[str, str]]) -> int:
 def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[str, str]]) -> tuple[list[Path], int]:
     """Train the ``runs`` that are not done yet, as many at a time as there are ``shares``. A run that fails does not affect the others.
 
-    Returns the runs that a signal has stopped or kept from starting, and the exit code of those that have failed; 1 if their codes
+    Returns the runs that a signal has stopped or kept from starting, and the exit code of the failed runs, 1 if their codes
     differ. ``runs`` have absolute paths.
     """
     per_run = failures.PerRunErrors(2)
@@ -234,7 +237,7 @@ def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[
                         if child:
                             del free[0]
                             children.append(child)
-                            for number in list(forward.received):  # it came before the run had started
+                            for number in list(forward.received):  # they came before the run had started
                                 processes.send_signal(child.process.pid, number)
                 if forward.received and children and not announced:
                     announced = True
@@ -270,9 +273,9 @@ def _started(
     folder: Path,
     codes: set[int],
 ) -> Child | None:
-    """Start run ``number`` of ``runs``; None if it has nothing to do.
+    """Start run ``number`` of ``runs``; returns None if it has nothing to do.
 
-    The exit code of a run that has diverged, and is not started again, is added to ``codes``.
+    A run that has diverged is not started again; its exit code is added to ``codes``.
     """
     run = runs[number - 1]
     title = f"run {number} of {len(runs)}  {files.shown(_short(Path(run.out)))}"
@@ -294,7 +297,7 @@ def _started(
 
 
 def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
-    """Compare the runs, which have ended with ``code``; the exit code.
+    """Compare the runs, which have ended with ``code``; returns the exit code.
 
     ``unfinished``: the runs that a signal has stopped or kept from starting.
     """
@@ -305,16 +308,15 @@ def _finish(sweep: Sweep, unfinished: Sequence[Path], code: int) -> int:
     if trained:
         say("\n" + "\n".join(comparison.table(trained)))
     if unfinished:
-        verb = "is" if len(unfinished) == 1 else "are"
-        say(
-            f"\n{len(unfinished)} of {len(sweep.runs)} runs {verb} not done; to continue, repeat the command: {shlex.join(map(secrets.Redactor(), sweep.command))}"
-        )
+        are = "is" if len(unfinished) == 1 else "are"
+        command = shlex.join(map(secrets.Redactor(), sweep.command))
+        count = f"{len(unfinished)} of {len(sweep.runs)} runs"
+        say(f"\n{count} {are} not done; to continue, repeat the command: {command}")
         return ExitCode.REQUEUE
     if trained:
         try:
-            say(
-                f"\nreport  {files.shown(_short(page.write([status.run.out for status in trained], sweep.report, False)[0]))}"
-            )
+            report, *_ = page.write([status.run.out for status in trained], sweep.report, False)
+            say(f"\nreport  {files.shown(_short(report))}")
         except HpclmError as error:  # a library is missing, for example
             say(f"\nno report: {error}", file=sys.stderr)
     return code

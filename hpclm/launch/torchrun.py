@@ -1,14 +1,14 @@
 """Start the ranks of this machine through torchrun's public API, and end with the exit code of the run.
 
-``run_here`` does so on one machine; in a job of several nodes, the supervisor runs this module on each. In addition to torchrun,
-signals are forwarded to the ranks so that they can save, the exit code says why the run ended, and ranks that ended on purpose are
-not restarted. Each rank leaves its exit code in a file for that (``ends.note``).
+``run_here`` starts all ranks of a run on one machine. In a job of several nodes, the supervisor runs this module on each node.
+Unlike torchrun, it forwards signals to the ranks so that they can save, its exit code says why the run ended, and it does not
+restart ranks that ended on purpose. For this, each rank writes its exit code to a file (``ends.note``).
 """
 
 from hpclm.base import folders
 from hpclm.node import import_errors, preemption, threads
 
-if __name__ == "__main__":  # before the other imports, which take a while
+if __name__ == "__main__":  # before the other imports, which take seconds
     import_errors.report_uncaught()
     preemption.catch_from_the_start("train")
     threads.prepare()
@@ -48,9 +48,9 @@ from hpclm.node.ends import End
 from hpclm.node.job import OwnJob
 
 FINAL = [code for code in ExitCode if code.final]
-"""Exit codes of ranks that must not be restarted. A rank that has saved must not either: it asks for another start of the job."""
-BY_TORCHRUN = 20  # seconds after the first failure; torchrun kills ranks that are still running after 30
-JOIN = 600.0  # seconds until the first node's launcher must answer, as long as torchrun itself would wait
+"""Exit codes of ranks that must not be restarted. A rank that has saved must not be either: it asks for another start of the job."""
+BY_TORCHRUN = 20  # seconds after the first failure; after 30, torchrun kills the ranks that are still running
+JOIN = 600.0  # seconds until the first node's launcher must answer, the same as torchrun's own limit
 LOOPBACK = "hpclm-loopback"
 
 
@@ -63,14 +63,14 @@ class EndedError(Exception):
 
 
 class RankFiles(DefaultLogsSpecs):
-    """Prepares each start of this node's ranks: torchrun's agent calls ``reify`` before it."""
+    """Prepares each start of this node's ranks: torchrun's agent calls ``reify`` before each start."""
 
     def __init__(self, own: Path, folder: Path):
-        """``own``: the folder for torchrun's files; ``folder``: the one for the ends of ranks."""
+        """``own``: the folder for torchrun's files. ``folder``: the folder for the ends of ranks."""
         super().__init__(str(own))
         self.folder = folder
         self.received: list[int] = []
-        """Signals that this process has received."""
+        """The signals that this process has received."""
         self._ranks: list[int] = []
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -93,7 +93,7 @@ class RankFiles(DefaultLogsSpecs):
 
 
 class Loopback(StaticTCPRendezvous):
-    """The rendezvous of one machine. Its store, which the ranks use too, listens on loopback only."""
+    """A rendezvous of one machine. Its store, which the ranks use too, listens only on the loopback interface."""
 
     def __init__(self, parameters: RendezvousParameters):
         listener = network.listen(network.candidates(parameters.run_id), "127.0.0.1")
@@ -103,7 +103,7 @@ class Loopback(StaticTCPRendezvous):
         self.server = TCPStore(*address, None, True, self.timeout, wait_for_workers=False, master_listen_fd=handle)
 
     def get_backend(self) -> str:
-        """Its registered name."""
+        """The registered name of this rendezvous."""
         return LOOPBACK
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -112,17 +112,17 @@ class Loopback(StaticTCPRendezvous):
 
 
 def run_here(command: Sequence[str], count: int, restarts: int = 0) -> int:
-    """Run ``count`` ranks of ``command`` on this machine; the exit code."""
+    """Run ``count`` ranks of ``command`` on this machine; returns the exit code."""
     os.environ["HPCLM_LAUNCHER"] = "local"
     rendezvous_handler_registry.register(LOOPBACK, Loopback)
     return launch(command, 1, count, restarts, current_job(), run_id=secrets.token_hex(8), rdzv_backend=LOOPBACK)
 
 
 def main(argv: list[str], job: OwnJob) -> int:
-    """Run this node's ranks in a job of several nodes."""
+    """Run this node's ranks in a job of several nodes; returns the exit code."""
     parser = argparse.ArgumentParser(prog="hpclm.launch.torchrun")
-    for option in ("--nnodes", "--nproc-per-node", "--max-restarts"):
-        parser.add_argument(option, type=int, default=0 if option == "--max-restarts" else 1)
+    for option, default in (("--nnodes", 1), ("--nproc-per-node", 1), ("--max-restarts", 0)):
+        parser.add_argument(option, type=int, default=default)
     parser.add_argument("--rdzv-id", required=True)
     parser.add_argument("--rdzv-endpoint", required=True, metavar="HOST:PORT")
     parser.add_argument("module")
@@ -152,9 +152,9 @@ def main(argv: list[str], job: OwnJob) -> int:
 
 
 def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: OwnJob, **rendezvous: Any) -> int:
-    """Run this node's ``ranks`` to their end, in the job ``job``; the exit code."""
+    """Run this node's ``ranks`` to their end, in the job ``job``; returns the exit code."""
     os.environ[parent.PID] = f"{rendezvous['run_id']} {os.getpid()}"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log what happened
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks log their own errors
     with folders.temporary_folder() as folder:
         errors = Path(os.environ.setdefault(ends.FOLDER, str(folder)))
         notes = RankFiles(folder, errors)
@@ -162,15 +162,8 @@ def launch(command: Sequence[str], nodes: int, ranks: int, restarts: int, job: O
             lambda: processes.children_with("TORCHELASTIC_ERROR_FILE"), {signal.SIGHUP: signal.SIGTERM}, signal.SIGKILL
         )
         notes.received = forward.received
-        config = LaunchConfig(
-            nodes,
-            nodes,
-            ranks,
-            notes,
-            max_restarts=restarts,
-            signals_to_handle="SIGQUIT",
-            **rendezvous,
-        )  # other signals are forwarded
+        rendezvous["signals_to_handle"] = "SIGQUIT"  # the other signals are forwarded
+        config = LaunchConfig(nodes, nodes, ranks, notes, max_restarts=restarts, **rendezvous)
         with preemption.handling(forward):
             try:
                 elastic_launch(config, command[0])(*command[1:])
@@ -194,7 +187,7 @@ def _report(text: str) -> None:
 
 
 def first_failures(failures: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
-    """The ranks that failed, the first one first, without those that torchrun killed because of them."""
+    """The ranks that failed, in order of time, without those that torchrun killed because another had failed."""
     ordered = sorted(failures.items(), key=lambda failure: failure[1].timestamp)
     late = ordered[0][1].timestamp + BY_TORCHRUN
     return {
@@ -203,20 +196,20 @@ def first_failures(failures: Mapping[int, ProcessFailure]) -> dict[int, ProcessF
 
 
 def exit_code(failures: Mapping[int, ProcessFailure], folder: Path, received: Collection[int] = ()) -> int:
-    """The exit code of a run with these ``failures`` of ranks. Ranks that left no file get one in ``folder``.
+    """The exit code of a run with these ``failures`` of ranks. Writes a file in ``folder`` for each rank that left none.
 
-    ``received``: signals that were forwarded. A rank that such a signal killed was still starting, and had nothing to save.
+    ``received``: signals that were forwarded. A rank that a forwarded signal killed was still starting, and had nothing to save.
     """
     left = ends.read_ends(folder)
     for number, (rank, failure) in enumerate(failures.items()):
         if rank in left or -failure.exitcode in (signal.SIGTERM, *received):
             continue
         code = shell_code(failure.exitcode)
-        how = (
-            f"was {processes.killed_by(-failure.exitcode)}" if failure.exitcode < 0 else f"ended with exit code {code}"
-        )
+        how = f"ended with exit code {code}"
+        if failure.exitcode < 0:
+            how = f"was {processes.killed_by(-failure.exitcode)}"
         cause = f"rank {rank} on {socket.gethostname()} (pid {failure.pid}) {how}"
-        # it counts as later than the ends that ranks have written, since it may be their consequence
+        # this end gets a later time than those that ranks have written, because it may be their consequence
         ends.leave(folder, End(rank, code, cause, time.time() + number))
     found = verdict(folder)
     if found and found.exit_code is not None:
@@ -235,5 +228,5 @@ if __name__ == "__main__":
         job.end_step(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    # srun ends all tasks if one exits with a code other than 0: a late signal must not change this one's
+    # srun ends all tasks if one exits with a code other than 0, so a late signal must not change this exit code
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Tests a user's own code: a toy trains with it in several layouts, and must learn the same in each (``run.py``)."""
+"""Test a user's own code: a toy model trains with it in several layouts, and must learn the same in each (``run.py``)."""

@@ -12,15 +12,15 @@ UPDATE = (
 INITIAL = {
     "tensor": "the initial values of a weight that tensor ranks split depend on the slice, such as a standard deviation by its fan-in: create it "
     "with new_parameter(name, InitSpec.normal(Placement(whole shape, dim), std, generator)), which fills the slice of the whole",
-    "other": "initial values come from random numbers that are neither the `generator` that a block is given nor PyTorch's default one, or depend on the process",
+    "other": "initial values depend on the process, or on a random generator other than the block's `generator` and PyTorch's default one",
 }
 SHAPE = (
     "a weight that tensor ranks split has no entry in `placements`, the dictionary of its module: create it with new_parameter, "
     "or declare placements[name] = Placement(whole shape, dim)"
 )
 FORWARD = {
-    "tensor": "it acts on every tensor rank but should act once: scatter adds up its input, so a bias added before it counts once per rank; "
-    "add it after scatter, to this rank's tokens, as copy_to_tp(weight, tp)",
+    "tensor": "it acts on every tensor rank but should act once: scatter sums its input over the ranks, so a bias added before scatter counts "
+    "once per rank; add the bias after scatter, to this rank's tokens, as copy_to_tp(weight, tp)",
     "batches": "the block's output for a sample depends on the other samples of its micro-batch, as with a batch norm",
     "other": "the block's output depends on the process: its rank, the other layers, or numbers that only some processes have",
 }
@@ -35,8 +35,8 @@ TRAINING = {
 GRADIENT = {
     "partial": "each tensor rank has only the part of this gradient from its own tokens: use the weight as copy_to_tp(weight, tp), which sums the "
     "gradient over the ranks (hpclm.parallel.collectives)",
-    "counted": "the gradient is summed over the tensor ranks although each has all of it: use the weight without copy_to_tp where every rank "
-    "sees the whole sequence, after gather",
+    "counted": "the gradient is summed over the tensor ranks, but each rank has the whole gradient: after gather, where every rank sees the "
+    "whole sequence, use the weight without copy_to_tp",
     "stages": "the engine does not divide the model into stages, or does not follow parallel.pipeline: declare its features in "
     "supports = hpclm.config.supports.Supports(its name), so that hpclm refuses a pipeline",
     "engine": "the engine does not sum the gradients of the replicas: all-reduce them over compute.mesh.dp; the loss is already weighted, "
@@ -46,17 +46,17 @@ GRADIENT = {
     "other": "the backward pass gives each process a different gradient, and nothing sums them",
 }
 RESUME = (
-    "a checkpoint has only weights and the optimizer's declared state: anything else that a block, an optimizer, a source or a schedule "
-    "remembers is lost when the run is killed; make it a weight, or a function of the step or the samples read"
+    "a checkpoint has only weights and the optimizer's declared state: other values that a block, an optimizer, a source or a schedule "
+    "remembers are lost when the run is killed; make each a weight, or a function of the step or the samples read"
 )
 AGAIN = "unseeded random numbers, the time, or an order that changes, such as that of a set"
 SCHEDULE = "a schedule is a pure function of its arguments: it must not count its calls or remember values"
 SOURCE = "samples may depend only on the seed and their number: not on the rank, the time, unseeded random numbers, or earlier reads"
-REPORT = "it is reported with a value per token on some ranks only, or computed from this rank's tokens: call report for all of the block's tokens"
+REPORT = "only some ranks report a value per token, or the value comes from this rank's tokens: call report for all tokens of the block"
 
 
 def cause(kind: str, trial: LayoutTrial, differences: Sequence[Difference]) -> str:
-    """The usual cause of the ``differences`` in a trial of an object of this kind."""
+    """The usual cause of ``differences`` in a trial of an object of this ``kind``."""
     stage = differences[0].stage
     hints = {difference.hint for difference in differences}
     place = "other"

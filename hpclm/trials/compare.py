@@ -14,13 +14,13 @@ from hpclm.trials.record import Record, WeightPiece
 
 Array = NDArray[Any]
 Values = Mapping[str, Array]
-RELATIVE = 1e-4  # of a gradient's norm; another order of sums may change it by this
-OF_ALL = 1e-6  # of the norm of all gradients, for those that are rounding errors
-LOSS = 2e-5  # relative, of a loss or another figure
-OF_CHANGE = 1e-2  # of the usual change of a weight's values; beyond it, a value is off
-OF_VALUE = 1e-6  # of the usual size of a weight's values
+RELATIVE = 1e-4  # tolerance for a gradient, as a fraction of its norm: sums in another order round otherwise
+OF_ALL = 1e-6  # tolerance for gradients that are rounding errors, as a fraction of the norm of all gradients
+LOSS = 2e-5  # relative tolerance for a loss or another figure
+OF_CHANGE = 1e-2  # tolerance for a weight's value, as a fraction of the usual change of the weight's values
+OF_VALUE = 1e-6  # the same, as a fraction of the usual size of the weight's values
 FEW = 0.005  # fraction of a weight's values that may be off: an update may flip the sign of a rounding error
-PARTIAL = 1e-3  # relative; how closely the sum of partial gradients must match
+PARTIAL = 1e-3  # relative tolerance for the sum of partial gradients
 TINY = 1e-30
 
 
@@ -34,7 +34,7 @@ class Difference:
     """A description: the weight, and the size of the difference."""
     weight: str = ""
     hint: str = ""
-    """Further findings: partial (a gradient is a part of the sum), counted (it is counted on each rank), ranks (ranks differ)."""
+    """A further finding: shape (shapes differ), partial (ranks have parts of the gradient), "2 times", or ranks (ranks differ)."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class TrialTensors:
     """The weights, or gradients, of a trial."""
 
     whole: Values
-    """Assembled from all processes."""
+    """The whole tensors, assembled from all processes."""
     held: Mapping[str, Sequence[Array]]
-    """Each process's values, NaN elsewhere."""
+    """The values that each process holds, in an array of the whole shape; the rest is NaN."""
 
     @classmethod
     def of(cls, pieces: Iterable[Sequence[WeightPiece]]) -> "TrialTensors":
@@ -62,14 +62,12 @@ class TrialTensors:
         return cls(whole, held)
 
     def disagreement(self, name: str) -> float:
-        """Relative difference between processes that hold the same values of a weight, as a fraction of its norm."""
+        """Largest difference between processes that hold the same values of a weight, as a fraction of the values' norm."""
         first = np.full_like(self.whole[name], np.nan)
         largest = 0.0
         for array in self.held[name]:
             both = ~np.isnan(first) & ~np.isnan(array)
-            largest = max(
-                largest, _norm(array[both] - first[both]) / (_norm(first[both]) + TINY) if both.any() else 0.0
-            )
+            largest = max(largest, _off(array[both], first[both]))
             first = np.where(np.isnan(first), array, first)
         return largest
 
@@ -77,37 +75,37 @@ class TrialTensors:
 def differences(reference: Sequence[Record], trial: Sequence[Record], exact: bool, random: bool) -> list[Difference]:
     """All differences of ``trial`` at the first stage that differs.
 
-    ``exact``: every bit must agree. ``random``: training draws other random numbers there, so only evaluation is compared.
+    ``exact``: every bit must agree. ``random``: the trial draws other random numbers in training, so only evaluation is compared.
     """
-    resumed = trial[0].first > 0
-    stages = [] if resumed else [_initial(reference, trial), _evaluated(reference, trial)]
-    if not random:
-        stages += (
-            [] if resumed else [_first(reference, trial), _gradients(reference, trial), _updates(reference, trial)]
-        )
-        stages += [_later(reference, trial, exact)]
-    return next((at_stage for stage in stages if (at_stage := list(stage))), [])
+    stages = [_initial, _evaluated, _first, _gradients, _updates]
+    if trial[0].first:  # it has resumed, and did not record them
+        stages = []
+    elif random:
+        stages = stages[:2]
+    for stage in stages:
+        found = list(stage(reference, trial))
+        if found:
+            return found
+    return [] if random else list(_later(reference, trial, exact))
 
 
 def _initial(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
     right, given = (TrialTensors.of(record.initial for record in records) for records in (reference, trial))
     yield from _names(right, given)
     for name in (name for name in right.whole if name in given.whole):
-        shapes = given.whole[name].shape, right.whole[name].shape
-        if shapes[0] != shapes[1]:
-            text = f"{name} has the shape {list(shapes[0])}, but {list(shapes[1])} in one process"
+        mine = given.whole[name]
+        theirs = right.whole[name]
+        if mine.shape != theirs.shape:
+            text = f"{name} has the shape {list(mine.shape)}, but {list(theirs.shape)} in one process"
             yield Difference("initial", text, name, "shape")
             continue
-        off = _off(given.whole[name], right.whole[name])
+        off = _off(mine, theirs)
+        apart = given.disagreement(name)
         if off > RELATIVE:
-            text = f"{name} begins with other values: off by {off:.2g} of its norm"
-            ratio = given.whole[name].std() / (right.whole[name].std() + TINY)
-            hint = f"{ratio:.2g}" if abs(ratio - 1) > 0.15 and right.whole[name].size > 64 else ""
-            yield Difference("initial", text, name, hint)
-        elif (apart := given.disagreement(name)) > RELATIVE:
-            yield Difference(
-                "initial", f"{name} begins with other values on another rank: off by {apart:.2g}", name, "ranks"
-            )
+            yield Difference("initial", f"{name} begins with other values: off by {off:.2g} of its norm", name)
+        elif apart > RELATIVE:
+            text = f"{name} begins with other values on another rank: off by {apart:.2g}"
+            yield Difference("initial", text, name, "ranks")
 
 
 def _names(right: TrialTensors, given: TrialTensors) -> Iterator[Difference]:
@@ -168,15 +166,17 @@ def _gradients(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator
 
 
 def _partial(held: Sequence[Array], exact: Array) -> str:
-    """ "partial" if the values of the processes sum to the gradient; the factor, if each holds a multiple of it."""
-    alike = [array for array in held if not np.isnan(array).any()]
+    """The hint for a wrong gradient: "partial" if the ranks' values sum to it, "2 times" if each rank has twice the value."""
+    complete = [array for array in held if not np.isnan(array).any()]
     size = _norm(exact) + TINY
-    if len(alike) > 1 and _norm(sum(alike) - exact) < PARTIAL * size:
+    if len(complete) > 1 and _norm(sum(complete) - exact) < PARTIAL * size:
         return "partial"
     for factor in (2.0, 0.5):
-        if alike and all(_norm(array - factor * exact) < PARTIAL * size for array in alike):
+        if complete and all(_norm(array - factor * exact) < PARTIAL * size for array in complete):
             return f"{factor:g} times"
-    return "ranks" if len(alike) > 1 and _norm(alike[0] - alike[1]) > PARTIAL * size else ""
+    if len(complete) > 1 and _norm(complete[0] - complete[1]) > PARTIAL * size:
+        return "ranks"
+    return ""
 
 
 def _updates(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[Difference]:
@@ -186,7 +186,7 @@ def _updates(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator[D
 
 
 def _changed(stage: str, when: str, before: Values, right: TrialTensors, given: TrialTensors) -> Iterator[Difference]:
-    """The weights that have changed differently since ``before``."""
+    """The weights that have changed in another way since ``before`` than in the reference."""
     wrong = []
     for name in (name for name in right.whole if name in given.whole):
         change = right.whole[name] - before.get(name, np.zeros_like(right.whole[name]))
@@ -217,9 +217,8 @@ def _later(reference: Sequence[Record], trial: Sequence[Record], exact: bool) ->
         for name in (name for name in right.whole if name in given.whole):
             if not np.array_equal(right.whole[name], given.whole[name]):
                 apart = _off(given.whole[name], right.whole[name])
-                wrong.append(
-                    Difference("later", f"{name} has other bits at the end: off by {apart:.2g} of its norm", name)
-                )
+                text = f"{name} has other bits at the end: off by {apart:.2g} of its norm"
+                wrong.append(Difference("later", text, name))
     yield from wrong
 
 
@@ -236,9 +235,8 @@ def _figures(
         elif _relative(given[name], right[name]) > tolerance:
             what = {"grad_norm": "gradient norm", "lr": "learning rate"}.get(name, name)
             kind = stage if name in ("loss", "grad_norm", "lr") else "report"
-            yield Difference(
-                kind, f"the {what} of step {step} is {given[name]:.7g}, but {right[name]:.7g} in one process", hint=name
-            )
+            text = f"the {what} of step {step} is {given[name]:.7g}, but {right[name]:.7g} in one process"
+            yield Difference(kind, text, hint=name)
 
 
 def _norm(values: Array) -> float:

@@ -1,4 +1,4 @@
-"""Checks without training: a schedule's values, a source's samples, a tokenizer's texts, a sink's rows."""
+"""Check code without training: a schedule's values, a source's samples, a tokenizer's texts, a sink's rows."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from hpclm.config import OptimConfig
 from hpclm.data import tokenizers
 from hpclm.data.sources import Source
 
-SAMPLES = 32  # compared samples of the training data
-LENGTH = 100.0  # of the schedule to try
+SAMPLES = 32  # samples of the training data that are compared
+LENGTH = 100.0  # length of the schedule in steps
 TEXTS = ("To be, or not to be", "  two  spaces\n\tand a tab\n", "naïve café, 你好，世界 🙂", "", "x" * 300)
 ROWS = [{"step": step, "samples": 8 * step, "time": 1.0 * step, "loss": 4.0 / step, "lr": 1e-3} for step in (1, 2, 3)]
 
 
 def digests(source: Source, context: int) -> list[str]:
-    """A digest of each of the first training samples, read in order; marks a sample that differs when read again."""
+    """A digest of each of the first training samples, read in order. A sample that differs when read again has both digests."""
     samples = source.samples("train", SAMPLES)
     count = min(SAMPLES, len(samples))
 
@@ -37,7 +37,7 @@ def digests(source: Source, context: int) -> list[str]:
 
 
 def schedule(function: Callable[..., float], optim: OptimConfig) -> Iterator[str]:
-    """Faults of a schedule."""
+    """An error for the first fault of the schedule ``function``."""
     positions = [float(position) for position in range(int(LENGTH) + 1)]
     first = [function(position, LENGTH, optim) for position in positions]
     again = [function(position, LENGTH, optim) for position in reversed(positions)][::-1]
@@ -51,7 +51,7 @@ def schedule(function: Callable[..., float], optim: OptimConfig) -> Iterator[str
 
 
 def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
-    """Faults of the tokenizer ``kind``."""
+    """An error for each fault of the tokenizer ``kind``."""
     try:
         mine = tokenizers.build_tokenizer(kind, files)
         other = tokenizers.build_tokenizer(kind, files)
@@ -62,9 +62,11 @@ def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
         yield "its fingerprint is not the same JSON each time: checkpoints and datasets of this tokenizer would be refused"
     for text in TEXTS:
         ids = list(mine.encode(text))
-        if wrong := [number for number in ids if not 0 <= number < mine.size]:
+        wrong = [number for number in ids if not 0 <= number < mine.size]
+        if wrong:
             yield f"encode({text[:24]!r}) has the id {wrong[0]}, outside its size of {mine.size}"
-        if (back := mine.decode(ids)) != text:
+        back = mine.decode(ids)
+        if back != text:
             yield f"decode(encode({text[:24]!r})) is {back[:24]!r}: generated text will differ from the training text"
     flat, lengths = mine.encode_batch(list(TEXTS))
     alone = [list(mine.encode(text)) for text in TEXTS]
@@ -77,7 +79,7 @@ def tokenizer(kind: str, files: list[str]) -> Iterator[str]:
 
 
 def sink(name: str, folder: Path) -> Iterator[str]:
-    """Faults of the sink ``name``: it receives rows, is closed, and continues in another attempt."""
+    """Send rows to the sink ``name``, close it, and continue in another attempt. Faults are exceptions; it yields none itself."""
     make = sinks.lookup(name)
     about = sinks.RunInfo("selftest", folder.name, "selftest", folder, {"optim.lr": 1e-3})
     first = make(about)

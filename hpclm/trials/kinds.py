@@ -1,4 +1,4 @@
-"""Recognises the kind of a user's object (block, optimizer, data source, ...) by its base class and its parameters."""
+"""Recognise the kind of a user's object (block, optimizer, data source, ...) by its base class and parameters."""
 
 import inspect
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ PARAMETERS = {
     ("position", "length", "optim"): "schedule",
     ("weights", "optim"): "optimizer",
 }
-"""Parameters of functions of each kind, by position."""
+"""Parameters of a function, by position -> its kind."""
 METHODS = {
     ("train_step", "evaluate", "tensors", "scalars", "load"): "engine",
     ("encode", "encode_batch", "decode"): "tokenizer",
     ("send", "close"): "sink",
 }
-"""Methods of classes of each kind."""
+"""Methods of a class -> its kind."""
 
 
 def load(name: str) -> Any:
@@ -46,12 +46,12 @@ def kind_of(name: str, loaded: Any) -> str:
     for parameters, kind in PARAMETERS.items():
         if names[: len(parameters)] == parameters:
             return kind
-    alike = [kind for parameters, kind in PARAMETERS.items() if len(parameters) == len(names)]
-    if len(alike) == 1:
-        return alike[0]
+    same_length = [kind for parameters, kind in PARAMETERS.items() if len(parameters) == len(names)]
+    if len(same_length) == 1:
+        return same_length[0]
     raise ConfigError(
-        f"{name} is none of a block (torch.nn.Module), an optimizer (torch.optim.Optimizer), an engine, a tokenizer, a sink, or a function "
-        f"for data.source or optim.schedule; say which with --kind {'|'.join(SETTINGS)}, and see hpclm docs your-own-code"
+        f"{name} is not a block (torch.nn.Module), an optimizer (torch.optim.Optimizer), an engine, a tokenizer, a sink, or a function "
+        f"for data.source or optim.schedule; give its kind with --kind {'|'.join(SETTINGS)}, and see hpclm docs your-own-code"
     )
 
 

@@ -1,4 +1,4 @@
-"""Processes of a trial: forked from one that has loaded PyTorch, waited for, and killed if they hang."""
+"""Fork the processes of a trial from one that has loaded PyTorch, wait for them, and kill those that hang."""
 
 import os
 import signal
@@ -33,14 +33,16 @@ def run(count: int, work: Callable[[int], int], output: Path, limit: float = LIM
             for pid in list(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    codes[running[pid]] = code = os.waitstatus_to_exitcode(status)
-                    del running[pid]
-                    until = min(until, time.monotonic() + GRACE) if code else until
+                    code = os.waitstatus_to_exitcode(status)
+                    codes[running.pop(pid)] = code
+                    if code:
+                        until = min(until, time.monotonic() + GRACE)
             if running and time.monotonic() > until:
                 for rank in running.values():
                     codes[rank] = HUNG
                 break
-            time.sleep(PAUSE if running else 0)
+            if running:
+                time.sleep(PAUSE)
     finally:
         for pid in running:
             os.kill(pid, signal.SIGKILL)
@@ -56,7 +58,7 @@ def _forked(rank: int, work: Callable[[int], int], output: Path) -> int:
         return child
     code = 1
     try:
-        signal.set_wakeup_fd(-1)  # inherited from the parent, which would receive this process's signals
+        signal.set_wakeup_fd(-1)  # the inherited one would report this process's signals to the parent
         preemption.end_at_once()
         signal_at_death_of_parent(signal.SIGKILL)
         if os.getppid() != parent:

@@ -27,7 +27,7 @@ NO_CODE = "<"
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a process."""
+    """How a process failed."""
 
     text: str
     refused: bool
@@ -36,7 +36,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class TrialStart:
-    """One start of a trial's processes."""
+    """The arguments of one start of a trial's processes."""
 
     settings: tuple[str, ...]
     out: Path
@@ -48,7 +48,7 @@ class TrialStart:
     """Whether to record samples of the training data."""
 
     def file(self, rank: int) -> Path:
-        """The file that the process ``rank`` leaves."""
+        """The file for the record or failure of the process ``rank``."""
         return self.out.with_name(f"{self.out.name}-{rank}-{self.secret[:8]}.pickle")
 
 
@@ -56,9 +56,9 @@ def train(start: TrialStart, rank: int) -> int:
     """Train as process ``rank`` of a start; returns the exit code."""
     world = World("selftest", rank, start.processes, rank, start.processes, start.secret)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
-    for name, number in numbers.items():  # as torchrun sets them: the user's code may read them
+    for name, number in numbers.items():  # torchrun sets them, and the user's code may read them
         os.environ[name] = str(number)
-    # a forked process inherits the generators of its parent; a started one does not
+    # like a new process, a forked one must not have the state of its parent's random generators
     random.seed()
     np.random.seed()
     torch.seed()
@@ -91,18 +91,21 @@ def train(start: TrialStart, rank: int) -> int:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Describes the error that ended a process, with its place in the user's code."""
+    """The error that ended a process, with its place in the user's code."""
     if isinstance(error, HpclmError):
         return Failure(str(error), isinstance(error, ConfigError))
-    frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parents[1])
-    outside = [frame for frame in frames if not frame.filename.startswith((package, NO_CODE)) and _is_user_s(frame)]
-    place = f" ({Path(outside[-1].filename).name}:{outside[-1].lineno}, in {outside[-1].name})" if outside else ""
-    return Failure(f"{type(error).__name__}: {str(error).strip() or 'no message'}{place}", False)
+    text = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    of_user = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
+    if of_user:
+        last = of_user[-1]
+        text += f" ({Path(last.filename).name}:{last.lineno}, in {last.name})"
+    return Failure(text, False)
 
 
-def _is_user_s(frame: traceback.FrameSummary) -> bool:
-    """Whether a line belongs neither to a library nor to Python."""
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame belongs neither to hpclm, nor to a library, nor to Python."""
+    if frame.filename.startswith((str(Path(__file__).parents[1]), NO_CODE)):
+        return False
     return not any(part in frame.filename for part in ("site-packages", "dist-packages", "/lib/python"))
 
 

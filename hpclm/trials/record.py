@@ -1,7 +1,4 @@
-"""The record of one process of a trial: losses, weights and gradients.
-
-Values are NumPy arrays: they travel between processes in a file.
-"""
+"""The record of one process of a trial: losses, weights and gradients. Values are NumPy arrays, which a pickle can hold."""
 
 import os
 import signal
@@ -36,14 +33,14 @@ class WeightPiece(NamedTuple):
 
 @dataclass
 class Record:
-    """The observations of one process."""
+    """The observations of one process. If it has resumed, ``initial``, ``gradients``, ``updated`` and ``evaluated`` are empty."""
 
     first: int = 0
-    """The step at which it began."""
+    """The step from which it resumed; 0 if it is new."""
     steps: list[dict[str, float]] = field(default_factory=list)
     """Loss, gradient norm, learning rate and all reports of each step."""
     initial: list[WeightPiece] = field(default_factory=list)
-    """The weights before the first update. A resumed run leaves this and the next three empty."""
+    """The weights before the first update."""
     gradients: list[WeightPiece] = field(default_factory=list)
     """Gradients of the first update."""
     updated: list[WeightPiece] = field(default_factory=list)
@@ -53,13 +50,13 @@ class Record:
     final: list[WeightPiece] = field(default_factory=list)
     """The weights at the end."""
     draws: bool = False
-    """Whether blocks draw random numbers from PyTorch's generator in training."""
+    """Whether blocks draw random numbers from PyTorch's default generator in training."""
     samples: list[str] = field(default_factory=list)
     """A digest of each of the first samples of the training data."""
 
 
 class ObservedEngine:
-    """Records the steps of an engine; the process is killed at the beginning of step number ``kill_at``."""
+    """Records the steps of an engine, and kills the process at the beginning of step ``kill_at``."""
 
     def __init__(self, engine: Engine, record: Record, kill_at: int | None):
         self.inner = engine
@@ -103,7 +100,7 @@ class ObservedEngine:
 
 
 def begin(loop: TrainingLoop, record: Record, kill_at: int | None) -> None:
-    """Record the start of the run, and observe its steps."""
+    """Record the initial state of the run, and observe its steps."""
     record.first = loop.run.data.begin.step
     if not record.first:
         record.initial = list(weights(loop.engine))
@@ -113,12 +110,12 @@ def begin(loop: TrainingLoop, record: Record, kill_at: int | None) -> None:
 
 
 def end(loop: TrainingLoop, record: Record) -> None:
-    """Record the end of the run."""
+    """Record the final weights of the run."""
     record.final = list(weights(loop.engine))
 
 
 def weights(engine: Engine) -> Iterator[WeightPiece]:
-    """The weights that this process holds; of an engine with only the interface, those that it saves."""
+    """The weights that this process holds; for an engine without BaseEngine, the weights that it saves."""
     if not isinstance(engine, BaseEngine):
         for shard in engine.tensors():
             if shard.name.startswith("model."):
@@ -129,7 +126,7 @@ def weights(engine: Engine) -> Iterator[WeightPiece]:
 
 
 def _pieces(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> Iterator[WeightPiece]:
-    """``values`` of a weight, or of a tensor of its shape, as blocks of the whole."""
+    """``values``, of a weight or of a tensor with its shape, as blocks of the whole tensor."""
     part = engine.state.local_part(weight)
     for start, block in blocks(part, part.begin, values.detach().flatten()[: part.count], engine.mesh.tp):
         yield _piece(weight.name, block, weight.shape, start)
@@ -153,7 +150,8 @@ def _watched(engine: BaseEngine, record: Record) -> list[Any]:
         before[id(block)] = torch.get_rng_state()
 
     def leave(block: nn.Module, *_: Any) -> None:
-        record.draws = record.draws or not torch.equal(before[id(block)], torch.get_rng_state())
+        if not torch.equal(before[id(block)], torch.get_rng_state()):
+            record.draws = True
 
     hooks: list[Any] = [engine.optimizer.register_step_pre_hook(gradients)]
     for _, block in blocks_of(engine):
@@ -185,20 +183,21 @@ def evaluated(loop: TrainingLoop, engine: BaseEngine) -> dict[str, float]:
 
     losses = {"": loss()}
     for name in sorted(names):
-        kept = None
-        if weight := mine.get(name):
-            values = engine.state.values(weight)
-            kept = values.clone()
-            _nudge(engine, weight, values)
+        weight = mine.get(name)
+        if weight is None:  # another process holds it
+            losses[name] = loss()
+            continue
+        values = engine.state.values(weight)
+        kept = values.clone()
+        _nudge(engine, weight, values)
         losses[name] = loss()
-        if kept is not None:
-            values.copy_(kept)
+        values.copy_(kept)
     engine.refresh()
     return losses
 
 
 def _nudge(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> None:
-    """Change this process's values of a weight by an amount that depends only on the weight's name and the position."""
+    """Change this process's values of a weight by amounts that depend only on the weight's name and the position."""
     part = engine.state.local_part(weight)
     draw = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
     whole = torch.randn(weight.shape, generator=draw) * NUDGE

@@ -1,4 +1,4 @@
-"""Tries a user's object in every layout, and reports where a toy that trains with it learns something else than in one process."""
+"""Try a user's object in every layout, and report where a toy model trains otherwise than in one process."""
 
 import pickle
 import secrets
@@ -18,14 +18,14 @@ from hpclm.trials.toy import SAVED, STEPS, LayoutTrial
 from hpclm.trials.verdict import UNCOMPARED, LayoutVerdict, Result
 
 SHOWN = 4  # weights named in a message
-LAST = 1500  # characters of output shown of a process that failed without a message
+LAST = 1500  # how many characters of output are shown if a process fails without a message
 MISPLACED = "its placement gives"
 """Part of the error for a mistake in a block, which does not mean that the layout is unsupported."""
 ENGINES = ("native", "pipelining", "fsdp2")
 
 
 class TrialFailed(Exception):
-    """A trial has no record."""
+    """A trial has failed, and so has no record."""
 
     def __init__(self, text: str, refused: bool = False):
         super().__init__(text)
@@ -40,10 +40,10 @@ def selftest(
     only: Sequence[str] = (),
     tell: Callable[[LayoutVerdict], None] = lambda verdict: None,
 ) -> Result:
-    """Try the object ``name``, module:attribute. ``given``: settings that override the toy's, as key=value; ``only``: names of layouts,
-    all if empty. ``tell``: called with each verdict at once.
+    """Try the object ``name``, module:attribute.
 
-    ConfigError if the object does not exist, is of no known kind, or does not work in one process.
+    ``given``: settings that override the toy's, as key=value. ``only``: names of layouts; all if empty. ``tell`` is called with
+    each verdict at once. ConfigError if the object does not exist, has no known kind, or does not work in one process.
     """
     loaded = kinds.load(name)
     kind = kind or kinds.kind_of(name, loaded)
@@ -58,7 +58,7 @@ def selftest(
 
 
 def _direct(name: str, kind: str, given: Sequence[str], folder: Path) -> Iterator[LayoutVerdict]:
-    """Verdicts on objects that take no part in training."""
+    """Verdicts on a tokenizer or a sink, which need no training."""
     settings = config.load(None, [*toy.TOY, *given])
 
     def check() -> list[str]:
@@ -80,10 +80,10 @@ def _checked(layout: str, check: Callable[[], list[str]]) -> LayoutVerdict:
 def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], folder: Path) -> Iterator[LayoutVerdict]:
     """Verdicts on a toy that trains in each layout."""
     reference, others = toy.trials(kind, name)
-    if unknown := [layout for layout in only if layout not in {trial.name for trial in others}]:
-        raise ConfigError(
-            f"no layout {unknown[0]!r}; a {kind} is tried with {', '.join(trial.name for trial in others)}"
-        )
+    names = [trial.name for trial in others]
+    for layout in only:
+        if layout not in names:
+            raise ConfigError(f"no layout {layout!r}; a {kind} is tried with {', '.join(names)}")
     for engine in ENGINES:
         if not unavailable(engine):
             import_module(f"hpclm.engine.{engine}")
@@ -92,9 +92,8 @@ def _trained(name: str, kind: str, given: Sequence[str], only: Sequence[str], fo
     except TrialFailed as failed:
         raise ConfigError(f"{name} does not work in {reference.name}: {failed.text}") from None
     losses = [step["loss"] for step in right[0].steps]
-    yield LayoutVerdict(
-        reference.name, "agrees", (f"loss {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step {STEPS}", *_notes(right))
-    )
+    text = f"loss {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step {STEPS}"
+    yield LayoutVerdict(reference.name, "agrees", (text, *_notes(right)))
     for trial in (trial for trial in others if not only or trial.name in only):
         try:
             records = _records(name, kind, trial, given, folder)
@@ -128,7 +127,7 @@ def _compared(kind: str, trial: LayoutTrial, right: Sequence[Record], records: S
 
 
 def _samples(right: Sequence[Record], records: Sequence[Record]) -> Iterator[Difference]:
-    """The first sample that differs on some rank, or when it is read again."""
+    """For each rank, the first sample that differs there, or that differs when it is read again."""
     for number, record in enumerate(records):
         for index, (one, other) in enumerate(zip(right[0].samples, record.samples, strict=False)):
             if one != other or ", then " in other:
@@ -155,12 +154,12 @@ def _records(name: str, kind: str, trial: LayoutTrial, given: Sequence[str], fol
 
 
 def _start(start: rank.TrialStart, killed: bool = False) -> list[Record]:
-    """Start the processes, and read their files. ``killed``: they are killed on purpose, and leave nothing."""
+    """Run the processes to their end, and read their files. ``killed``: they are killed on purpose, and leave no records."""
     output = start.out.with_suffix(".log")
     codes = processes.run(start.processes, lambda number: rank.train(start, number), output)
     left = [_left(start.file(number)) for number in range(start.processes)]
     failures = [(number, what) for number, what in enumerate(left) if isinstance(what, rank.Failure)]
-    # a rank reports that it has lost another; the other reports the reason
+    # ranks that only report a lost connection come last: the lost rank reports the reason
     failures.sort(key=lambda failure: any(words in failure[1].text for words in ("closed by peer", "Connection reset")))
     if failures:
         number, failure = failures[0]
@@ -170,7 +169,7 @@ def _start(start: rank.TrialStart, killed: bool = False) -> list[Record]:
         return []
     if processes.HUNG in codes:
         raise TrialFailed(
-            f"it hung: some ranks had not ended after {processes.LIMIT:.0f} s; a collective is called on some ranks only, or in different orders"
+            f"it hung: some ranks had not ended after {processes.LIMIT:.0f} s; ranks call different collectives, or in different orders"
         )
     records = [what for what in left if isinstance(what, Record)]
     if len(records) < start.processes:
@@ -179,7 +178,7 @@ def _start(start: rank.TrialStart, killed: bool = False) -> list[Record]:
 
 
 def _left(path: Path) -> Record | rank.Failure | None:
-    """The record or failure that a process has left in its file."""
+    """The record or failure that a process has left in the file ``path``; None without one."""
     if not files.is_file(path):
         return None
     left: Record | rank.Failure = pickle.loads(files.read_bytes(path))

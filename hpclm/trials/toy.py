@@ -1,4 +1,4 @@
-"""The toy that trains, and the layouts to try each kind of code in."""
+"""The toy model that trains, and the layouts in which each kind of code is tried."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ TOY = (
     *("engine.device=cpu", "engine.precision=fp32", "evaluate.every=0", f"checkpoint.every={SAVED}"),
     *("checkpoint.background=false", "log.tensorboard=false", "cluster.self_check=false", "cluster.verify_every=0"),
 )
-"""Settings of the toy; the user's settings override them. Checks that would end a trial before it can be compared are off."""
+"""Settings of the toy. The user's settings override them. Checks that would end a trial before its comparison are off."""
 ADAM = ("optim.eps=1e-5",)
-"""For AdamW, which would otherwise make a full step of the rounding error of a zero gradient."""
+"""Settings for AdamW, which would otherwise turn the rounding error of a zero gradient into a full step."""
 
 
 @dataclass(frozen=True)
 class LayoutTrial:
-    """A layout for the toy."""
+    """A layout in which the toy trains."""
 
     name: str
     processes: int = 1
@@ -31,7 +31,7 @@ class LayoutTrial:
     exact: bool = False
     """Whether every bit must equal the reference."""
     other_batches: bool = False
-    """Whether its micro-batches, and so its random numbers, differ from the reference's."""
+    """Whether its micro-batches, and so its random numbers, differ from those of the reference."""
 
     @property
     def splits(self) -> bool:
@@ -58,9 +58,9 @@ LAYOUTS = {
 
 def trials(kind: str, name: str) -> tuple[LayoutTrial, tuple[LayoutTrial, ...]]:
     """The reference, and the trials compared with it, for the object ``name`` of this kind."""
-    setting = f"{SETTINGS[kind]}={name}"
     if kind != "engine":
         return REFERENCE, LAYOUTS[kind]
+    setting = f"{SETTINGS[kind]}={name}"
     of_engine = (
         LayoutTrial("one process", settings=(setting,)),
         LayoutTrial("tensor 2", 2, (setting, "parallel.tensor=2")),
@@ -73,7 +73,10 @@ def trials(kind: str, name: str) -> tuple[LayoutTrial, tuple[LayoutTrial, ...]]:
 
 
 def settings_of(kind: str, name: str, trial: LayoutTrial, given: tuple[str, ...]) -> list[str]:
-    """The settings of a trial, without its run directory. ``given``: the user's."""
-    named = () if kind == "engine" else (f"{SETTINGS[kind]}={name}",)
-    adam = () if kind == "optimizer" else ADAM
-    return [*TOY, *adam, *named, *given, *trial.settings]
+    """The settings of a trial, without its run directory. ``given``: the user's settings."""
+    settings = [*TOY]
+    if kind != "optimizer":
+        settings += ADAM
+    if kind != "engine":
+        settings.append(f"{SETTINGS[kind]}={name}")
+    return [*settings, *given, *trial.settings]

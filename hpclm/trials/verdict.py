@@ -1,6 +1,6 @@
-"""Results of a test of the user's own code, layout by layout, as text. Needs no PyTorch."""
+"""Results of a test of the user's own code, layout by layout, and their text. Needs no PyTorch."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ SETTINGS = {
 """Maps kinds of code to the settings that name them."""
 INDENT = " " * 26
 UNCOMPARED = "in evaluation only: in training it draws different random numbers, so gradients could not be compared"
-"""Note for a layout that draws other random numbers, for dropout for example."""
+"""Note for a layout that draws other random numbers, for example for dropout."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayoutVerdict:
 
     @property
     def good(self) -> bool:
-        """Whether the result is fine. A refused layout is: it cannot be used by accident."""
+        """Whether the layout agrees or is refused. Nobody can use a refused layout by accident."""
         return self.outcome in ("agrees", "refused")
 
 
@@ -47,7 +47,7 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether every layout that is not refused agrees."""
+        """Whether all layouts agree, except those that are refused."""
         return all(verdict.good for verdict in self.verdicts)
 
     def __repr__(self) -> str:
@@ -60,33 +60,35 @@ class Result:
 
 
 def lines(verdict: LayoutVerdict, shown: Collection[str] = ()) -> list[str]:
-    """A verdict as lines of text; ``shown``: causes that were already printed."""
-    first, *more = verdict.details or ("",)
-    head = verdict.outcome.upper() if verdict.outcome in ("differs", "failed") else verdict.outcome
-    if verdict.outcome == "differs":
-        more = [first, *more]
-    elif first:
-        head = f"{head}: {first}"
-    text = [f"  {verdict.layout:<24}{head}", *(f"{INDENT}{line}" for detail in more for line in detail.splitlines())]
-    if not verdict.cause:
-        return text
-    return [*text, f"{INDENT}usual cause: {'as above' if verdict.cause in shown else verdict.cause}"]
+    """A verdict as lines of text. ``shown``: causes that were printed already."""
+    details = [*verdict.details]
+    head: str = verdict.outcome
+    if not verdict.good:
+        head = head.upper()
+    if details and verdict.outcome != "differs":
+        head += f": {details.pop(0)}"
+    text = [f"  {verdict.layout:<24}{head}", *(f"{INDENT}{line}" for detail in details for line in detail.splitlines())]
+    if verdict.cause:
+        cause = "as above" if verdict.cause in shown else verdict.cause
+        text.append(f"{INDENT}usual cause: {cause}")
+    return text
 
 
 def conclusion(result: Result) -> str:
-    """The last line."""
-    who = f"{result.name} ({SETTINGS[result.kind]})"
-    bad = [verdict.layout for verdict in result.verdicts if not verdict.good]
+    """The last line of a result's text."""
+    bad = ", ".join(verdict.layout for verdict in result.verdicts if not verdict.good)
     refused = [verdict.layout for verdict in result.verdicts if verdict.outcome == "refused"]
-    beside = f"; {_listed(refused)} {'is' if len(refused) == 1 else 'are'} refused" if refused else ""
-    uncompared = [verdict.layout for verdict in result.verdicts if UNCOMPARED in verdict.details]
-    if uncompared:
-        beside += f"; gradients were not compared in {_listed(uncompared)}: test it without its random numbers too"
+    uncompared = ", ".join(verdict.layout for verdict in result.verdicts if UNCOMPARED in verdict.details)
+    text = f"{result.name} ({SETTINGS[result.kind]}) "
     if bad:
-        return f"{who} does not agree with one process: {_listed(bad)}{beside}"
-    elsewhere = " everywhere else" if refused else ""
-    return f"{who} agrees with one process{elsewhere}{beside}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
+        text += f"does not agree with one process: {bad}"
+    else:
+        text += "agrees with one process"
+    if refused:
+        if not bad:
+            text += " everywhere else"
+        are = "is" if len(refused) == 1 else "are"
+        text += f"; {', '.join(refused)} {are} refused"
+    if uncompared:
+        text += f"; gradients were not compared in {uncompared}: test it without its random numbers too"
+    return text

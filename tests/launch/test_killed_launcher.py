@@ -144,4 +144,4 @@ def test_whatever_is_started_ends_with_the_launcher_and_the_log_says_so(tmp_path
     process.kill()
     process.communicate()
     until(lambda: not left(tmp_path), "the end of all processes")
-    until(lambda: "E the launcher was killed; what it had started has ended too" in job_log(tmp_path), "the log")
+    until(lambda: "E the launcher was killed; its processes were ended too" in job_log(tmp_path), "the log")

@@ -57,7 +57,7 @@ MISTAKES = {
     "train --sweep optim.lr=1e-3,fast": (64, "optim.lr='fast' must be a number"),
     "train --sweep job.gpus=1,2": (64, "job.gpus would have no effect"),
     "train --sweep data.source=synthetic,indexed": (64, "data.prefix is not set"),
-    "train --sweep seed=1 --sweep seed=1": (64, "seed is there twice; put all its values together"),
+    "train --sweep seed=1 --sweep seed=1": (64, "seed is given twice; put all its values together"),
     "train --parallel 2": (2, "--parallel is for --sweep"),
     "train --sweep seed=1,2 --parallel 0": (2, "'0' is not a whole number of at least 1"),
     "train --sweep seed=1,2 --from 4": (2, "--from is for a single run"),

@@ -1,4 +1,4 @@
-"""This machine in place of a scheduler: a job is the process that trains, or launches the ranks, in the foreground."""
+"""This machine in place of a scheduler: a job is a process in the foreground that trains or launches the ranks."""
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ class LocalMachine(Scheduler):
         raise ConfigError("--dry-run shows the script of a job, but a run on this machine needs no script")
 
     def check(self, script: str) -> str:
-        """No comment."""
+        """Empty: this machine runs no scripts."""
         return ""
 
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
@@ -32,25 +32,25 @@ class LocalMachine(Scheduler):
         raise ConfigError("this machine has no queue; train in the foreground")
 
     def queued(self, scripts: Path, seconds: float) -> list[Job]:
-        """None: this machine has no queue."""
+        """Empty: this machine has no queue."""
         return []
 
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
-        """The processes that run."""
+        """The processes with these ``ids`` that are running."""
         running = [pid for pid in ids if processes.started(int(pid)) is not None]
         return {pid: Job(pid, "RUNNING") for pid in running}
 
     def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
-        """Send SIGTERM."""
+        """Send the process SIGTERM."""
         processes.send_signal(int(job.id))
 
     def cancel(self, job: str) -> None:
-        """End it at once, as a second Ctrl-C does, or kill it."""
+        """End the process at once by two SIGINT, like a second Ctrl-C, or else kill it."""
         for number, seconds in ((signal.SIGINT, 0.3), (signal.SIGINT, KILL), (signal.SIGKILL, 1.0)):
             processes.send_signal(int(job), number)
             if processes.wait(int(job), seconds):
                 return
 
     def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
-        """None: problems of this machine are unknown."""
+        """Empty: problems of this machine are unknown."""
         return []

@@ -1,4 +1,4 @@
-"""Slurm. A separate process submits jobs through submitit; everything else is done by Slurm's commands."""
+"""Slurm as a scheduler. A separate process submits jobs through submitit. Slurm's commands do everything else."""
 
 import contextlib
 import io
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 QUEUE = "%i|%T|%r|%o"
 SCRIPT = re.compile(r"/(script-\d+)(\.sbatch|/\.submission_file_\w+\.sh)")
-"""The path of a job's script in the folder of scripts, or of submitit's copy of it."""
+"""The path of a job's script in its folder, or of submitit's copy of the script."""
 SUBMISSION = 600.0  # seconds that sbatch may take while slurmctld is busy
 MPI = ("orted", "prted", "prterun", "hydra_bstrap_proxy", "hydra_pmi_proxy")
-"""Names of the steps that an mpirun starts for its own daemons."""
+"""Names of the steps that mpirun starts for its own daemons."""
 SCRIPT_KILLED = "JobLaunchFailure"
-"""The reason that Slurm shows once a job's script was killed; its processes may go on for a while."""
+"""The reason that Slurm shows once a job's script was killed. The job's processes may continue for a while."""
 USUAL = {"", "None", "Priority", "Resources", "Dependency", "BeginTime", "JobHeldUser", "JobHeldAdmin"}
 """Reasons for waiting that need no warning."""
-OF_ITS_OWN_JOB = 5.0  # seconds for each command that a process runs for its own job
+OF_ITS_OWN_JOB = 5.0  # seconds for each command that a process runs about its own job
 ENDED = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ (?:DUE TO ([A-Z ]+?) )?\*\*\*")
 """The line that slurmstepd writes into a job's log when Slurm ends the job."""
 WITHOUT = """trap '' TERM USR1 USR2
@@ -49,39 +49,39 @@ WAYS_OUT = {
     "configuration is not available": "no node has all that was requested: --gpus counts those of each node; ask for fewer, "
     "for fewer cores of each (job.cpus_per_task) or less memory (job.mem)",
 }
-"""Ways out of a refusal, by a part of sbatch's message."""
+"""A part of sbatch's message -> the way out of the refusal."""
 
 
 class Slurm(Scheduler):
-    """Slurm, by its commands."""
+    """Slurm, for one or several of its clusters."""
 
     name = "slurm"
 
     def __init__(self, clusters: str | None = None) -> None:
-        """``clusters``: the clusters to ask, "a" or "a,b"; empty: the one that the commands run on; None: chosen by variables."""
+        """``clusters``: the clusters to ask, "a" or "a,b"; empty: this machine's cluster; None: as Slurm's variables say."""
         self._clusters = clusters
 
     @property
     def clusters(self) -> str:
-        """The clusters to ask."""
+        """The names of the clusters to ask, separated by commas."""
         return slurm.clusters() if self._clusters is None else self._clusters
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of the commands."""
+        """The environment for Slurm's commands."""
         return slurm.env_for(self.clusters)
 
     def on(self, cluster: str) -> "Slurm":
-        """Slurm of ``cluster``; this object, if that is its own."""
+        """Slurm for ``cluster``; this object if it is for ``cluster`` already."""
         return self if cluster == self.clusters else _on(cluster)
 
     def for_script(self, script: str) -> "Slurm":
-        """Slurm on the clusters that the script's --clusters names, otherwise variables."""
+        """Slurm for the clusters that the script's --clusters names, or else Slurm's variables."""
         return self.on(slurm.clusters(slurm.options_in(script)))
 
     def script(self, run: "RunConfig", path: Path, setup: Sequence[str], command: Sequence[str]) -> JobScript:
         """The script that submitit writes."""
-        from hpclm.launch.schedulers import slurm_script  # with the settings
+        from hpclm.launch.schedulers import slurm_script  # loads the settings
 
         return slurm_script.render(run, path, setup, command)
 
@@ -102,7 +102,7 @@ class Slurm(Scheduler):
         return " ".join(message.replace("sbatch: ", "").split())
 
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
-        """Submit by ``main`` in a separate process, then warn if the job waits for something unusual."""
+        """Run ``main`` in a separate process; then warn if the job waits for something unusual."""
         if not shutil.which("sbatch"):
             raise ConfigError("sbatch is not installed here; give --cluster local to train here")
         env = environment.of_a_job(slurm.options_in(script.text))
@@ -117,7 +117,8 @@ class Slurm(Scheduler):
             queued = target.queued(path.parent, SUBMISSION)
             cluster = next((queued_job.cluster for queued_job in queued if queued_job.id == job), cluster)
         shown = slurm.shown(job, env=target.on(cluster).env)
-        if shown.get("JobState") == "PENDING" and (reason := shown.get("Reason", "")) not in USUAL:
+        reason = shown.get("Reason", "")
+        if shown.get("JobState") == "PENDING" and reason not in USUAL:
             say(
                 f"warning: job {job} waits for {reason}; if that does not pass by itself, cancel it and request less",
                 file=sys.stderr,
@@ -125,9 +126,9 @@ class Slurm(Scheduler):
         return f"{job};{cluster}" if cluster else job
 
     def _job_of(self, script: Path, answer: str) -> str:
-        """The ID of the job of ``script``.
+        """The ID of the job of ``script``. ``answer``: the ID that submitit found.
 
-        ``answer`` is the ID that submitit found. It may come from a line that the cluster adds: "your last job 12 took 3 hours".
+        submitit may find a wrong ID in a line that the cluster adds, such as "your last job 12 took 3 hours".
         """
         if _submitted(slurm.shown(answer, env=self.env).get("Command", ""), script.parent) != script:
             with contextlib.suppress(NoAnswerError):
@@ -135,7 +136,7 @@ class Slurm(Scheduler):
         return answer
 
     def queued(self, scripts: Path, seconds: float) -> list[Job]:
-        """The jobs in squeue, which shows the paths of scripts."""
+        """The jobs that squeue lists with scripts in the folder ``scripts``."""
         command = ["squeue", "--me", "--noheader", "--array", "--format", QUEUE]
         code, answer, error = slurm.ask(command, seconds, self.env)
         if code:
@@ -151,13 +152,13 @@ class Slurm(Scheduler):
         return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])]
 
     def states(self, ids: Collection[str], users: Collection[int] = (), seconds: float = 10) -> dict[str, Job]:
-        """The jobs that squeue shows."""
+        """The jobs with these ``ids`` that squeue shows."""
         return slurm.states(ids, users, seconds, self.env)
 
     def stop(self, job: Job, attempt: Mapping[str, Any], seconds: float) -> None:
-        """Signal the ranks of a running job, but not its script and mpirun, which exit after them.
+        """Signal the ranks of a running job, but not its script and mpirun, which exit after the ranks.
 
-        scancel without a signal would kill them some seconds later, whether they have saved or not.
+        scancel without a signal would kill the ranks some seconds later, even before they have saved.
         """
         slurm.update(job.id, self.env, requeue=0)
         host = str(attempt.get("host"))
@@ -169,16 +170,16 @@ class Slurm(Scheduler):
         elif str(attempt.get("job_id")) != job.id:  # it has just started, and has nothing to save
             slurm.cancel(job.id, self.env)
         elif not slurm.signal_process(job.id, host, pid, "TERM", env=self.env):
-            # the ranks are children of the script, which passes this signal on
+            # the ranks are children of the script, which forwards this signal to them
             slurm.send(job.id, "USR2", whole=True, env=self.env)
 
     def cancel(self, job: str) -> None:
-        """scancel; it is not requeued."""
+        """Call scancel, and prevent a requeue."""
         slurm.update(job, self.env, requeue=0)
         slurm.cancel(job, self.env)
 
     def troubles(self, hosts: Sequence[str], seconds: float = 5) -> list[str]:
-        """From scontrol, asked once for all."""
+        """The problems that scontrol shows, in one call for all nodes."""
         return slurm.troubles(hosts, seconds, self.env)
 
     def own_job(self, env: Mapping[str, str]) -> OwnJob | None:
@@ -186,13 +187,13 @@ class Slurm(Scheduler):
         return variables.own_job(env)
 
     def requeue(self, job: OwnJob, without: Sequence[str] = ()) -> bool:
-        """scontrol requeue, which may be refused (--no-requeue).
+        """Call scontrol requeue, which Slurm may refuse (--no-requeue).
 
-        Slurm changes the nodes of pending jobs only, so this comes after the request to requeue, which ends this step: the commands
-        outlive the signals that it gets.
+        Slurm changes only the nodes of pending jobs, so nodes are excluded after the requeue. The requeue ends this step, so a
+        shell that ignores the step's signals runs both commands.
         """
         shown = slurm.show(job.id, OF_ITS_OWN_JOB, self.env)
-        # one that is being cancelled no longer runs; Requeue=0: started with --no-requeue
+        # a job that is being cancelled no longer runs; Requeue=0: started with --no-requeue
         runs = shown.get("JobState") == "RUNNING" or shown.get("Reason") == SCRIPT_KILLED
         if not runs or not _is_this_start(shown, job) or shown.get("Requeue") != "1":
             return False
@@ -204,13 +205,14 @@ class Slurm(Scheduler):
         return code == 0
 
     def abandoned(self, job: OwnJob) -> str:
-        """Whether its script was killed, which would have requeued it."""
+        """A text if the job's script, which would have requeued the job, was killed."""
         shown = self._this_start(job)
-        killed = shown.get("Reason") == SCRIPT_KILLED and shown.get("Requeue") == "1"
-        return f"the job's script was killed ({SCRIPT_KILLED})" if killed else ""
+        if shown.get("Reason") == SCRIPT_KILLED and shown.get("Requeue") == "1":
+            return f"the job's script was killed ({SCRIPT_KILLED})"
+        return ""
 
     def ending(self, job: OwnJob, warned: float) -> str:
-        """The reason in slurmstepd's last line in the job's log, or the time limit if little time is left."""
+        """The reason in slurmstepd's last line of the job's log, or the time limit if little time is left."""
         shown = slurm.shown(job.id, OF_ITS_OWN_JOB, self.env)
         _, _, of_this_start = rows.tail(shown.get("StdErr", "")).rpartition(f"start {job.restart + 1} of ")
         said = ENDED.search(of_this_start)
@@ -222,7 +224,7 @@ class Slurm(Scheduler):
         return ""
 
     def end_step(self, job: OwnJob, code: int) -> None:
-        """End the step, or requeue the job, since the slurmstepd of this process is dead: srun would wait forever."""
+        """End the step, or requeue the job: the slurmstepd of this process is dead, so srun would wait forever."""
         step = os.environ.get(variables.STEP)
         if step is None or self._this_start(job).get("JobState") != "RUNNING":
             return
@@ -247,12 +249,12 @@ def _is_this_start(shown: Mapping[str, str], job: OwnJob) -> bool:
 
 @cache
 def _on(clusters: str) -> Slurm:
-    """Slurm as it is on these clusters."""
+    """Slurm for these clusters, always the same object."""
     return Slurm(clusters)
 
 
 def _submitted(path: str, scripts: Path) -> Path | None:
-    """The job script in the folder ``scripts`` that Slurm shows as ``path``; None if the path is elsewhere."""
+    """The job script in the folder ``scripts`` that Slurm shows as ``path``; None if ``path`` is in another folder."""
     match = SCRIPT.search(path)
     if not match or match.end() != len(path) or Path(path[: match.start()]).resolve() != scripts.resolve():
         return None
@@ -260,25 +262,24 @@ def _submitted(path: str, scripts: Path) -> Path | None:
 
 
 def refused(message: str) -> HpclmError:
-    """The error for sbatch's ``message``: ConfigError, or HpclmError if the job may be in the queue, or not."""
+    """The error for sbatch's ``message``: ConfigError for a refusal, HpclmError if the job may be in the queue."""
     lines = re.sub(r"(sbatch|allocation failure): (error: )?", "", message).splitlines()
     text = "; ".join(" ".join(line.split()) for line in lines if line.strip())
     text = text or "sbatch failed without a message"
     if slurm.UNANSWERED.search(message):
         return HpclmError(f"Slurm did not answer: {text}; repeat the command: it checks the queue before it submits")
-    return ConfigError(
-        "; ".join([f"Slurm refuses the job: {text}", *(WAYS_OUT[part] for part in WAYS_OUT if part in message)])
-    )
+    ways_out = [way_out for part, way_out in WAYS_OUT.items() if part in message]
+    return ConfigError("; ".join([f"Slurm refuses the job: {text}", *ways_out]))
 
 
 def main(script: Path) -> int:
-    """Submit the job with the parameters in the standard input, and print its ID."""
+    """Submit the job with the parameters on standard input, and print its ID."""
     from hpclm.launch.schedulers import slurm_script
 
     parameters = json.load(sys.stdin)
-    folder = script.with_suffix("")  # the queue shows the path of what submitit writes there
+    folder = script.with_suffix("")  # submitit writes a script there, and the queue shows its path
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints what it then raises
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit prints errors before it raises them
             sys.stdout.write(slurm_script.submit(parameters, folder))
     except Exception as error:
         sys.stderr.write(str(error))

@@ -1,6 +1,6 @@
-"""Slurm's commands. Every call has a time limit, and its answer may be garbage.
+"""Call Slurm's commands. Every call has a time limit, and its answer may be garbage.
 
-Only squeue and scontrol are asked: sacct needs a database that many clusters lack.
+Only squeue and scontrol are asked, because sacct needs a database that many clusters lack.
 """
 
 import os
@@ -21,32 +21,33 @@ UNANSWERED = re.compile(
     "unable to contact|connection|timed out|socket|communication|try again|temporarily|could not make sense",
     re.IGNORECASE,
 )
-"""Errors of commands if slurmctld did not answer; it may have acted all the same."""
+"""Errors of commands to which slurmctld did not answer. It may have done what they asked."""
 FAULTY = re.compile(r"DOWN|DRAIN|FAIL|NOT_RESPONDING|REBOOT|POWER", re.IGNORECASE)
 """States of a node that has a problem."""
-
-
 Options = dict[str, str | None]
-"""Options of sbatch: long name -> value; "" for a flag; None removes one from a template."""
+"""Options of sbatch: long name -> value. "" is for a flag; None removes an option from a template."""
 
 
 def states(
     ids: Collection[str], users: Collection[int] = (), seconds: float = 10, env: Env = os.environ
 ) -> dict[str, Job]:
-    """The jobs with these ``ids`` that Slurm still knows, for some minutes after their end. NoAnswerError if it does not answer.
+    """The jobs with these ``ids`` that Slurm knows, by ID; it knows a job until some minutes after its end.
 
-    ``users``: owners of the jobs, so that squeue does not list every job of a large cluster.
+    ``users``: owners of the jobs, so that squeue does not list every job of a large cluster. NoAnswerError if Slurm does not
+    answer.
     """
     if not ids:
         return {}
-    only = ["-u", ",".join(map(str, users))] if users and len(ids) > 1 else ["-j", ",".join(sorted(ids))]
+    only = ["-j", ",".join(sorted(ids))]
+    if users and len(ids) > 1:
+        only = ["-u", ",".join(map(str, users))]
     code, answer, error = ask([*SQUEUE, *only], seconds, env)
     if code and "Invalid job id" in error:
         return {}
     if code:
         raise NoAnswerError(_of_squeue(code, error))
     lines = [line for _, line in by_cluster(answer)]
-    jobs = [state for line in lines if (state := _state(line))]
+    jobs = list(filter(None, map(_state, lines)))
     if lines and not jobs:
         raise NoAnswerError(f"squeue's answer cannot be parsed: {lines[0][:60]!r}")
     return {state.id: state for state in jobs if state.id in ids or state.id.partition("_")[0] in ids}
@@ -59,14 +60,14 @@ def options_in(script: str) -> Options:
 
 
 def clusters(options: Mapping[str, str | None] = {}, env: Env = os.environ) -> str:
-    """The clusters to which sbatch may send a job with these options: "a,b"; empty: the one that it is called on."""
+    """The clusters to which sbatch may send a job with these options, as "a,b"; empty for this machine's cluster."""
     names = (slurm.JOB, slurm.CLUSTERS_OF_SBATCH, slurm.CLUSTERS)
     allowed = environment.of_a_job(options, {name: env[name] for name in names if name in env})
     return options.get("clusters") or allowed.get(slurm.CLUSTERS_OF_SBATCH) or allowed.get(slurm.CLUSTERS) or ""
 
 
 def env_for(names: str, env: Env = os.environ) -> dict[str, str]:
-    """The environment for Slurm's commands to ask these clusters; empty: the one that they are called on."""
+    """The environment in which Slurm's commands ask the clusters ``names``; without names, this machine's cluster."""
     chosen = {name: value for name, value in env.items() if name != slurm.CLUSTERS}
     if names:
         chosen[slurm.CLUSTERS] = names
@@ -74,7 +75,7 @@ def env_for(names: str, env: Env = os.environ) -> dict[str, str]:
 
 
 def by_cluster(answer: str) -> Iterator[tuple[str, str]]:
-    """The lines of squeue's answer, each with its cluster from the heading before; empty without headings."""
+    """(cluster, line) for the lines of squeue's answer. The cluster is that of the heading above; empty without headings."""
     cluster = ""
     for line in answer.splitlines():
         heading = re.fullmatch(r"CLUSTER: (\S+)\s*", line)
@@ -85,7 +86,7 @@ def by_cluster(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
-    """Names of a job's running steps."""
+    """The names of a job's running steps."""
     code, answer, error = ask(["squeue", "-h", "-s", "-j", job, "-o", "%i|%j"], seconds, env)
     if code:
         raise NoAnswerError(_of_squeue(code, error))
@@ -94,15 +95,15 @@ def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
 
 
 def show(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
-    """The fields that scontrol shows of a job; {} if it does not know it. NoAnswerError as in ``states``."""
+    """The fields that scontrol shows of a job; {} for an unknown job. NoAnswerError if Slurm does not answer."""
     code, answer, error = ask(["scontrol", "show", "job", job, "--oneliner"], seconds, env)
     if code and UNANSWERED.search(error):
         raise NoAnswerError(f"scontrol: {_last_line(error)}")
-    return _fields(answer) if not code else {}
+    return {} if code else _fields(answer)
 
 
 def shown(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
-    """``show``, but {} without an answer."""
+    """The same as ``show``, but {} if Slurm does not answer."""
     try:
         return show(job, seconds, env)
     except NoAnswerError:
@@ -110,21 +111,24 @@ def shown(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str
 
 
 def default_time(partition: str = "", seconds: float = 10, env: Env = os.environ) -> tuple[str, str]:
-    """A partition, the one named or the cluster's default, and the time limit of its jobs that ask for none; empty where unknown.
+    """The partition of a job, and its time limit for jobs that request none; both empty if unknown.
 
-    Of several partitions, of which a job takes any, the first counts. NoAnswerError as in ``states``.
+    ``partition``: the first of several names, separated by commas, counts; without a name, the cluster's default partition.
+    NoAnswerError if Slurm does not answer.
     """
     name = partition.partition(",")[0]
     code, answer, _ = ask(["scontrol", "show", "partition", *filter(None, [name]), "--oneliner"], seconds, env)
-    for shown in map(_fields, answer.splitlines() if not code else []):
-        if name or shown.get("Default") == "YES":
-            times = [time for time in (shown.get("DefaultTime"), shown.get("MaxTime")) if time and time != "NONE"]
-            return shown.get("PartitionName", name), times[0] if times else ""
+    if code == 0:
+        for shown in map(_fields, answer.splitlines()):
+            if name or shown.get("Default") == "YES":
+                times = (shown.get("DefaultTime"), shown.get("MaxTime"))
+                limit = next((time for time in times if time and time != "NONE"), "")
+                return shown.get("PartitionName", name), limit
     return name, ""
 
 
 def setting(name: str, default: str, seconds: float = 5, env: Env = os.environ) -> str:
-    """A setting of slurm.conf, as scontrol shows it; ``default`` if it does not."""
+    """The value of a setting of slurm.conf in scontrol's answer; ``default`` if it is not there."""
     try:
         _, answer, _ = ask(["scontrol", "show", "config"], seconds, env)
     except NoAnswerError:
@@ -134,39 +138,45 @@ def setting(name: str, default: str, seconds: float = 5, env: Env = os.environ) 
 
 
 def troubles(hosts: Sequence[str], seconds: float = 5, env: Env = os.environ) -> list[str]:
-    """The problems of those nodes that have one, asked once for all: ``node2 is DOWN (Not responding [root@...])``."""
+    """A text for each of the nodes ``hosts`` that has a problem: ``node2 is DOWN (Not responding [root@...])``."""
+    if not hosts:
+        return []
     names = ",".join(host.partition(".")[0] for host in hosts)
     try:
-        code, answer, _ = ask(["scontrol", "show", "node", "--oneliner", names], seconds, env) if hosts else (1, "", "")
+        code, answer, _ = ask(["scontrol", "show", "node", "--oneliner", names], seconds, env)
     except NoAnswerError:
         return []
-    nodes = [_fields(line) for line in answer.splitlines()] if not code else []
-    return [
-        f"{node['NodeName']} is {node['State']}" + (f" ({node['Reason']})" if "Reason" in node else "")
-        for node in nodes
-        if "NodeName" in node and FAULTY.search(node.get("State", ""))
-    ]
+    found = list[str]()
+    if code == 0:
+        for node in map(_fields, answer.splitlines()):
+            if "NodeName" in node and FAULTY.search(node.get("State", "")):
+                reason = f" ({node['Reason']})" if "Reason" in node else ""
+                found.append(f"{node['NodeName']} is {node['State']}{reason}")
+    return found
 
 
 def update(job: str, env: Env = os.environ, **fields: str | int) -> bool:
-    """Change a job: ``update("12", requeue=0)``; whether that worked."""
+    """Change fields of a job, as in ``update("12", requeue=0)``; returns whether that worked."""
     words = [f"{name}={value}" for name, value in fields.items()]
     return retry(["scontrol", "update", f"jobid={job}", *words], env) == ""
 
 
 def requeue(job: str, env: Env = os.environ) -> bool:
-    """Requeue a running job; whether it is requeued, by this call or by Slurm itself."""
+    """Requeue a running job; returns whether it is requeued, by this call or by Slurm itself."""
     wrong = retry(["scontrol", "requeue", job], env)
     return wrong == "" or "pending execution" in wrong
 
 
 def send(job: str, name: str, whole: bool = False, env: Env = os.environ) -> bool:
-    """Send the signal ``name`` to a job's steps, or to the ``whole`` job with its script; whether the job still existed."""
-    return _gone_or(retry(["scancel", *(["--full"] if whole else []), "-s", name, job], env))
+    """Send the signal ``name`` to a job's steps or, if ``whole``, also to its script; returns whether the job still existed."""
+    words = ["scancel", "-s", name, job]
+    if whole:
+        words.insert(1, "--full")
+    return _still_existed(retry(words, env))
 
 
 def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10, env: Env = os.environ) -> bool:
-    """Send the signal ``name`` to one process of hpclm in a running job, by an overlapping job step."""
+    """Send the signal ``name`` to a process of hpclm in a running job, through an overlapping job step; returns whether that worked."""
     overlapping = ["--overlap", "-N1", "-n1", "--mem=0", "--gres=none", "--quiet"]
     step = ["srun", f"--jobid={job}", f"--nodelist={node}", *overlapping]
     act = f"tr '\\0' '\\n' < /proc/{int(pid)}/cmdline | grep -Eqx '{OURS}' && kill -s {name} {int(pid)}"
@@ -178,33 +188,35 @@ def signal_process(job: str, node: str, pid: int, name: str, seconds: float = 10
 
 
 def cancel(job: str, env: Env = os.environ) -> bool:
-    """scancel a job: TERM to its processes, KILL some seconds later; whether the job still existed."""
-    return _gone_or(retry(["scancel", job], env))
+    """Cancel a job: TERM to its processes, KILL some seconds later. Returns whether the job still existed."""
+    return _still_existed(retry(["scancel", job], env))
 
 
 def retry(words: list[str], env: Env = os.environ, tries: int = 3, seconds: float = 10, pause: float = 1) -> str:
-    """Run a command of Slurm, again if it does not answer; returns its error, or "". NoAnswerError if it never answers."""
-    for attempt in range(tries):
-        time.sleep(pause if attempt else 0)
+    """Run a command of Slurm, up to ``tries`` times until it answers; returns its error, or "". NoAnswerError if it never answers."""
+    for left in reversed(range(tries)):
         try:
             code, _, error = ask(words, seconds, env)
+            if code == 0:
+                return ""
+            if not UNANSWERED.search(error):
+                return _last_line(error) or f"exit code {code}"
+            failure = NoAnswerError(f"{words[0]}: {_last_line(error)}")
         except NoAnswerError as missing:
             failure = missing
-            continue
-        if not code or not UNANSWERED.search(error):
-            return "" if not code else _last_line(error) or f"exit code {code}"
-        failure = NoAnswerError(f"{words[0]}: {_last_line(error)}")
+        if left:
+            time.sleep(pause)
     raise failure
 
 
 def ask(words: list[str], seconds: float, env: Env = os.environ) -> tuple[int, str, str]:
-    """``processes.ask`` for a command of Slurm."""
+    """Run a command of Slurm; see ``processes.ask``."""
     return processes.finish(start(words, env), seconds)
 
 
 def start(words: list[str], env: Env = os.environ) -> subprocess.Popen[bytes]:
-    """``processes.start`` for a command of Slurm."""
-    # SQUEUE_PARTITION, SCANCEL_INTERACTIVE and the like are meant for the user's own commands
+    """Start a command of Slurm; see ``processes.start``."""
+    # SQUEUE_PARTITION, SCANCEL_INTERACTIVE and the like are for the user's own commands
     clean = {name: value for name, value in env.items() if not re.match("(SQUEUE|SCANCEL|SCONTROL)_", name)}
     return processes.start(words, {**clean, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
 
@@ -225,8 +237,8 @@ def _fields(line: str) -> dict[str, str]:
     return dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", line))
 
 
-def _gone_or(wrong: str) -> bool:
-    """True without an error, False if the job is already over; HpclmError for any other error."""
+def _still_existed(wrong: str) -> bool:
+    """Whether the job of a command with the error ``wrong`` still existed; HpclmError for other errors."""
     if re.search("Invalid job id|already (completing|completed)|Job/step already", wrong, re.IGNORECASE):
         return False
     if wrong:

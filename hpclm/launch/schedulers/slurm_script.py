@@ -1,6 +1,6 @@
-"""The script of a Slurm job, as submitit writes it: the job's options, its set-up, and the line that runs its supervisor.
+"""The script of a Slurm job, which submitit writes: the job's options, its set-up, and the line that runs its supervisor.
 
-submitit's own last line would run a pickled function; it is a comment here.
+submitit's own last line would run a pickled function. Here that line is a comment.
 """
 
 import os
@@ -47,17 +47,17 @@ def render(config: RunConfig, path: Path, setup: Sequence[str], command: Sequenc
         with environment.preserved():
             os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
             submit(parameters, folder / "job")
-        # submitit's own payload, a comment, names a folder that the job of this script will not have
+        # submitit's comment names a folder that will not exist when the job runs
         text, _, _ = files.read_text(folder / "job" / "1_submission.sh").rpartition(" # ")
         text += "\n"
     code, _, errors = processes.ask(["bash", "-n"], 30.0, text=text)
-    if code or errors.strip():  # an unterminated here-document is only a warning, and would swallow the rest
+    if code or errors.strip():  # bash only warns of an unterminated here-document, which would swallow the rest
         raise ConfigError(f"bash cannot read the script with job.setup: {errors.strip()}")
     return JobScript(text, parameters)
 
 
 def submit(parameters: Mapping[str, Any], folder: Path) -> str:
-    """Submit a job through submitit, which writes its script into ``folder``; the job's ID."""
+    """Submit a job through submitit, which writes the script into ``folder``; returns the job's ID."""
     from submitit import SlurmExecutor  # slow to load
     from submitit.helpers import CommandFunction
 
@@ -75,7 +75,7 @@ def submit(parameters: Mapping[str, Any], folder: Path) -> str:
 
 
 def _key(option: str) -> str:
-    """An option's name in submitit, which would otherwise add its own parameter of that name."""
+    """An option's name in submitit, which would otherwise add its own parameter with this name."""
     return option if option == "open-mode" else option.replace("-", "_")
 
 
@@ -101,31 +101,32 @@ def options_of(config: RunConfig, out: Path) -> Options:
             options = {**of_nodes(job, kinds), **options}
     options["output"] = pattern(out / "logs") + "/job-%j.log"
     options["open-mode"] = "append"
-    options |= {"requeue": ""} if job.requeue else {"no-requeue": ""}
+    options["requeue" if job.requeue else "no-requeue"] = ""
     options["propagate"] = "NONE"
-    # to the ranks, which srun starts as tasks of Slurm; under mpirun to the supervisor, which hands it on
-    options["signal"] = f"{'B:' if job.template == 'mpirun' else ''}USR2@{job.warn_seconds}"
+    options["signal"] = f"USR2@{job.warn_seconds}"  # to the ranks, which srun starts as tasks of Slurm
+    if job.template == "mpirun":  # to the script, whose supervisor forwards it
+        options["signal"] = f"B:USR2@{job.warn_seconds}"
     return options | {"job-name": name(out.name)} | job.options
 
 
 def _asks_for_gpus(job: JobConfig) -> bool:
-    """Whether an option of ``job`` asks for its GPUs; ConfigError if it asks for more or fewer than it has processes."""
-    counts = {
-        option: _gpus_in(option, job.options[option]) for option in sorted(requesting("gpus") & job.options.keys())
-    }
-    for option, count in counts.items():
+    """Whether an option of ``job`` asks for GPUs; ConfigError if it asks for more or fewer than the job has processes."""
+    asks = False
+    for option in sorted(requesting("gpus") & job.options.keys()):
+        count = _gpus_in(option, job.options[option])
         if count not in (None, 0, job.gpus):
             raise ConfigError(
                 f"job.options.{option}={job.options[option]} asks for {count} GPUs of each node, but job.gpus={job.gpus}, one process "
                 f"each; set job.gpus={count} (--gpus {count}), or change job.options.{option}"
             )
-    return any(count != 0 for count in counts.values())
+        asks = asks or count != 0
+    return asks
 
 
 def _gpus_in(option: str, value: str) -> int | None:
-    """The GPUs of each node that an option of sbatch asks for.
+    """The number of GPUs of each node that an option of sbatch asks for.
 
-    None if Slurm does not manage them (gres=none), for parts of a GPU, and if they are counted otherwise.
+    None if Slurm does not manage GPUs (gres=none), and for options that ask for parts of a GPU or do not count by node.
     """
     if option == "gpus-per-socket":
         return None
@@ -135,12 +136,12 @@ def _gpus_in(option: str, value: str) -> int | None:
     kinds = {item[0].lower() for item in items}
     if kinds & {"none", "mps", "shard"}:
         return None
-    counts = [item[-1] if len(item) > 1 else "1" for item in items if item[0].lower() == "gpu"]
+    counts = [item[-1] for item in items if item[0].lower() == "gpu"]
     return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
 
 def name(text: str) -> str:
-    """``text`` as a job name that Slurm and shells print safely: letters and digits of any script, and ``._-``."""
+    """``text`` as a job name that Slurm and shells print safely, of letters and digits of any script and ``._-``."""
     return re.sub(r"[^\w.-]+", "_", text).lstrip("-")[:100] or "hpclm"
 
 
@@ -158,7 +159,7 @@ def pattern(path: Path) -> str:
 def node_kinds(job: JobConfig) -> str:
     """A line with cores, megabytes and generic resources for each kind of node that ``job`` may get; "" if scontrol does not answer.
 
-    Cores and memory that a node keeps for the system are left out; only scontrol shows them.
+    The figures leave out cores and memory that a node keeps for the system; only scontrol shows these.
     """
     env = slurm.env_for(slurm.clusters(job.options))
     try:
@@ -177,12 +178,10 @@ def node_kinds(job: JobConfig) -> str:
 
 def refuse_without_gpus(job: JobConfig, kinds: str) -> None:
     """ConfigError if no node has GPUs and Slurm would not notice: without `gpu` in GresTypes it ignores --gpus-per-node."""
+    if not kinds.strip() or "gpu" in kinds.lower():
+        return
     env = slurm.env_for(slurm.clusters(job.options))
-    if (
-        not kinds.strip()
-        or "gpu" in kinds.lower()
-        or "gpu" in slurm.setting("GresTypes", default="gpu", env=env).lower()
-    ):
+    if "gpu" in slurm.setting("GresTypes", default="gpu", env=env).lower():
         return
     raise ConfigError(
         f"job.gpus={job.gpus}, but Slurm lists no GPUs on the nodes of {job.partition or 'this cluster'}: engine.device=cpu "
@@ -191,10 +190,9 @@ def refuse_without_gpus(job: JobConfig, kinds: str) -> None:
 
 
 def of_nodes(job: JobConfig, kinds: str) -> dict[str, str]:
-    """Options of sbatch for cores and memory where ``job`` has none: its GPUs' share of a node, by Slurm's own figures.
+    """Options of sbatch for cores and memory that ``job`` does not set: its GPUs' share of a node, from Slurm's own figures.
 
-    Without a request many clusters give a process one core and a few hundred MB. {} where ``kinds`` has no nodes with
-    GPUs.
+    Without a request, many clusters give a process one core and a few hundred MB. {} if ``kinds`` has no node with enough GPUs.
     """
     nodes = []
     for cores, megabytes, resources in (line.split("|") for line in kinds.splitlines()):
@@ -205,6 +203,7 @@ def of_nodes(job: JobConfig, kinds: str) -> dict[str, str]:
     if nodes and job.cpus_per_task is None:
         options["cpus-per-task"] = str(max(1, min(cores // gpus for cores, _, gpus in nodes)))
     if nodes and job.mem is None:
-        whole = all(gpus == job.gpus for *_, gpus in nodes)
-        options["mem"] = "0" if whole else f"{min(memory * job.gpus // gpus for _, memory, gpus in nodes)}M"
+        options["mem"] = f"{min(memory * job.gpus // gpus for _, memory, gpus in nodes)}M"
+        if all(gpus == job.gpus for *_, gpus in nodes):
+            options["mem"] = "0"  # all memory of the node
     return options

@@ -128,10 +128,7 @@ def own_temporary(name: str) -> Path:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in TMPDIR or /tmp during the block; HpclmError if it cannot be made.
-
-    If this process is killed, ``sweep_temporary`` of a later process removes the folder.
-    """
+    """A folder in TMPDIR or /tmp during the block; a later process removes it if this one is killed. HpclmError if that fails."""
     sweep_temporary()
     try:
         temporary = tempfile.TemporaryDirectory(prefix=f"hpclm-{_mine()}")

@@ -57,7 +57,7 @@ class Formatter(logging.Formatter):
         self.redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
+        """The record as text that is safe to print."""
         return terminal.plain(self.redact(super().format(record)))
 
 

@@ -1,4 +1,4 @@
-"""Expand ``~``, ``~USER``, ``$NAME``, ``${NAME}`` and ``${oc.env:NAME}`` in paths, alike in every setting and option.
+"""Expand ``~``, ``~USER``, ``$NAME``, ``${NAME}`` and ``${oc.env:NAME}`` in paths, by the same rules in all settings and options.
 
 Text is expanded once, when it becomes a setting or an argument. ``./~`` and ``\\$NAME`` are folders with these names.
 """

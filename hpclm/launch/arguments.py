@@ -67,7 +67,7 @@ def compose(
     Unless it is a --dry-run, the text of data= is tokenized into a dataset after ``check``.
     """
     words = [*request.settings, *request.options]
-    if all(is_override(word) for word in request.settings):  # there is no settings file
+    if all(is_override(word) for word in request.settings):  # without a settings file
         words.insert(0, paths.literal(DEFAULT))
     words += variant.overrides
     if request.dry_run:

@@ -57,7 +57,7 @@ class Target:
         return completing and time.monotonic() - (self.cancelled or 0) > COMPLETING
 
     def insist(self) -> None:
-        """Cancel a job whose processes are dead; create a stop file if Slurm's signal did not reach the processes."""
+        """Cancel a job without live processes; create a stop file if Slurm's signal did not reach the processes."""
         if not self.saves or self.cancelled is not None:
             return
         ended, silent = self.watch.silent()

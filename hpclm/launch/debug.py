@@ -49,7 +49,7 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
         (out / MARK).touch()
         shutil.rmtree(out / "checkpoints", ignore_errors=True)
         (out / "checkpoints.saved").unlink(missing_ok=True)
-        metrics_file.remove(out)
+        (out / metrics_file.NAME).unlink(missing_ok=True)
     settings.dump(changed, out / "config.yaml")
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # a GPU's error appears where its cause is
     faulthandler.enable()

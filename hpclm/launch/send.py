@@ -125,7 +125,7 @@ def claimed(config: RunConfig, resume_step: int | None = None) -> Iterator[None]
 
 
 def refuse_in_use(out: Path) -> None:
-    """LockedError if a run is using ``out``, or a launch on this machine whose ranks have not begun.
+    """LockedError if a run is using ``out``, or a launch on this machine is still starting its ranks.
 
     After the end of a run, its launch has EXITS seconds to exit.
     """

@@ -40,10 +40,7 @@ def run(launch: Launch) -> int:
 
 
 def step(nodes: int, tasks: int, cores: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The srun command that starts ``tasks`` processes on every node, and ends all when a process fails.
-
-    ``cores``: cores of each process; 0 if unknown.
-    """
+    """The srun command that starts ``tasks`` processes with ``cores`` (0: unknown) on every node, and ends all if a process fails."""
     counts = [f"--nodes={nodes}", f"--ntasks={nodes * tasks}", f"--ntasks-per-node={tasks}"]
     if cores:
         counts.append(f"--cpus-per-task={cores}")

@@ -139,7 +139,8 @@ def shares(
         return [{}]
     count = parallel * processes_of_run
     if not available:
-        return [{"OMP_NUM_THREADS": str(threads.per_process(count, env))}] * parallel
+        share = {"OMP_NUM_THREADS": str(threads.per_process(count, env))}
+        return [share for _ in range(parallel)]
     if count > available:
         possible = available // processes_of_run
         way_out = f"give --parallel {possible}" if possible else f"give job.gpus={available}"

@@ -1,4 +1,4 @@
-"""Files in which ranks record how they ended, for the other ranks and the launcher."""
+"""Ranks record how they ended, each in a file, for the other ranks and the launcher."""
 
 import json
 import math

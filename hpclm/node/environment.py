@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SNAPSHOT = "HPCLM_SNAPSHOT"
 """Variable with the snapshot of the code that a job runs."""
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable with the folder in which torch.compile keeps compiled code."""
+"""Variable with torch.compile's folder for compiled code."""
 INDUCTOR_FOLDER = "hpclm-inductor"
 """Prefix of the name of hpclm's folder for compiled code."""
 LAUNCH = ("HPCLM_LAUNCHER", "HPCLM_ERRORS", parent.PID)
@@ -84,7 +84,7 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
 
 
 def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set the folder in which torch.compile keeps compiled code on this node, unless the user chose one.
+    """Set torch.compile's folder for compiled code on this node, unless the user chose one.
 
     PyTorch's default may be another user's folder. The variable may hold this default, because importing torch._dynamo sets it,
     or hpclm's folder on the machine that submitted the job. PyTorch always keeps precompiled headers for C++ in its default folder,

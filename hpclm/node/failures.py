@@ -119,7 +119,7 @@ def _memory(error: MemoryError) -> str:
 
 
 class PerRunErrors:
-    """A context in which a command handles each of its runs: with several runs, the error of one does not stop the others."""
+    """A context around a command's work on each of its runs: with several runs, the error of one does not stop the others."""
 
     def __init__(self, count: int):
         self.several = count > 1

@@ -73,7 +73,7 @@ SLICE = re.compile(r"\bMIG\b|-\d+[ABCQ]\b")
 
 
 def kind_of_device(name: str) -> Kind | None:
-    """The model of the GPU whose driver reports ``name``; None if it is unknown, or only a part of a GPU."""
+    """The GPU model that PyTorch reports as ``name``; None if it is unknown, or only a part of a GPU."""
     models = [model for model in KINDS if re.search(rf"\b{model}\b", name)]
     if SLICE.search(name) or not models:
         return None

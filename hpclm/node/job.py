@@ -87,7 +87,7 @@ class OwnJob:
         return ""
 
     def end_step(self, code: int) -> None:
-        """End the job step of this process, which exits with ``code`` and whose parent, the scheduler's process, is dead."""
+        """End the job step of this process, which exits with ``code``. Its parent, the scheduler's process, is dead."""
         with self._failures_logged():
             if self.asked:
                 self.asked.end_step(self, code)

@@ -33,7 +33,7 @@ NODES_OF_STEP = "SLURM_STEP_NODELIST"
 TASKS_OF_NODES = "SLURM_STEP_TASKS_PER_NODE"
 NODE_OF_STEP = "SLURM_NODEID"
 DISTRIBUTION = "SLURM_DISTRIBUTION"
-"""The order in which srun assigns ranks to nodes; not set for the default, block by block."""
+"""Variable with srun's order of ranks on nodes; not set for the default, block by block."""
 ADDRESSES = "SLURM_HPCLM_ADDRESSES"
 """Variable with all addresses of the job's first node. The job's script sets it: the node's name may not resolve to any of them."""
 GPUS = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")

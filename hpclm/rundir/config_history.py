@@ -17,10 +17,7 @@ VERSION = re.compile(r"(?!0000)([0-9]{4}|[1-9][0-9]{4,8})\.yaml")
 
 
 def replace(out: Path, text: str) -> tuple[bytes | None, str]:
-    """Make ``text`` the config.yaml of the run directory ``out``.
-
-    Returns the content before, and the path in ``out`` of the copy of this version, empty if it cannot be copied.
-    """
+    """Make ``text`` the config.yaml of ``out``; returns the content before, and the path of the copy, empty if that failed."""
     folder = out / HISTORY
     new = text.encode()
     kept = list[str]()

@@ -93,10 +93,7 @@ def append(out: Path, kind: str, **facts: Any) -> None:
 
 
 def read_events(out: Path | str) -> list[dict[str, Any]]:
-    """The events of the run in ``out``, oldest first; empty without the file.
-
-    OSError if the file cannot be read, ConfigError if a line is damaged.
-    """
+    """The events of the run in ``out``, oldest first; empty without the file. OSError, or ConfigError if a line is damaged."""
     path = f"{out}/{NAME}"
     happened = list[dict[str, Any]]()
     with suppress(FileNotFoundError):

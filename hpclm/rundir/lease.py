@@ -181,7 +181,7 @@ class Lease:
             raise HpclmError(f"{self.path} cannot be opened: {error.strerror}; remove it") from error
 
     def _wait_for_silence(self, holder: Row) -> None:
-        """Return after ``seconds`` without a heartbeat of ``holder``, whose locks may not be visible here; LockedError at one."""
+        """Return after ``seconds`` without a heartbeat of ``holder``; LockedError at a heartbeat. Its locks may be invisible here."""
         text = "waiting %.0f s for a heartbeat of %s, which has not released the run directory"
         log.info(text, self.seconds, holder_words(holder))
         until = time.monotonic() + self.seconds

@@ -58,9 +58,12 @@ STEP: dict[str, Kind] = {
 """The fields that hpclm reads. A row may lack some of these fields, and may have others."""
 
 
-def blocks(out: Path, fields: Mapping[str, Kind] = STEP, lost: bool = False) -> Iterator[RowBlock]:
-    """The rows of the run in ``out``, in blocks; ``lost``: rows of steps that were repeated. Errors: see ``rows.row_blocks``."""
-    return _scan(out / (LOST if lost else NAME), fields)
+def blocks(out: Path, fields: Mapping[str, Kind] = STEP, lost: bool = False, begin: int = 0) -> Iterator[RowBlock]:
+    """The rows of the run in ``out`` from the offset ``begin`` on, in blocks. ``lost``: rows of steps that were repeated instead.
+
+    Errors: see ``rows.row_blocks``.
+    """
+    return _scan(out / (LOST if lost else NAME), fields, begin)
 
 
 def _scan(path: Path, fields: Mapping[str, Kind] = STEP, begin: int = 0) -> Iterator[RowBlock]:
@@ -82,11 +85,6 @@ def last(out: Path, fields: Mapping[str, Kind] = STEP) -> list[dict[str, Any]]:
     return rows.last(out / NAME, fields, ["step"])
 
 
-def added(out: Path, begin: int) -> Iterator[RowBlock]:
-    """The rows from the offset ``begin`` on, in blocks. Errors: see ``rows.row_blocks``."""
-    return _scan(out / NAME, begin=begin)
-
-
 def rollbacks(out: Path) -> int:
     """How often rows were moved to another file because the run went back to an older checkpoint."""
     return sum(1 for _ in out.glob("metrics.rolled-back-*.jsonl"))
@@ -100,11 +98,6 @@ def appended(out: Path, may_write: Callable[[], bool]) -> AppendedFile:
 def expert_tokens(out: Path, may_write: Callable[[], bool]) -> AppendedFile:
     """experts.jsonl of the run in ``out``, to append to; ``may_write``: see AppendedFile."""
     return AppendedFile(out / EXPERTS, may_write=may_write)
-
-
-def remove(out: Path) -> None:
-    """Remove metrics.jsonl of the run in ``out``, if it exists."""
-    (out / NAME).unlink(missing_ok=True)
 
 
 def forget_after(out: Path, step: int) -> Iterator[Row]:
@@ -219,10 +212,7 @@ def _later_lines(block: RowBlock, step: int) -> bytes:
 
 
 def _cut(path: Path, step: int, begin: int = 0, later: Callable[[bytes], object] = lambda lines: None) -> int:
-    """Drop the rows past ``step`` from a file atomically; returns how many. OSError if the file cannot be read or written.
-
-    ``begin``: the offset at which to start looking. ``later`` receives the dropped lines, a block at a time.
-    """
+    """Drop the rows past ``step`` after the offset ``begin``, atomically; returns how many. ``later`` receives the dropped lines."""
     files.sweep(path)
     kept = files.aside(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

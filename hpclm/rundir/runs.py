@@ -60,7 +60,7 @@ class RunFacts:
 
     @property
     def attempt(self) -> Row:
-        """The event with which the last attempt began; empty without an attempt."""
+        """The event of the last attempt's beginning; empty without an attempt."""
         return self.attempts[-1].began if self.attempts else {}
 
     @property
@@ -128,7 +128,7 @@ class RunFacts:
 
     @property
     def jobs(self) -> list[str]:
-        """IDs of its jobs, oldest first: the submitted jobs, and the job in which the last attempt was started by hand."""
+        """IDs of its jobs, oldest first: the submitted jobs, then the last attempt's job if a user started it by hand."""
         submitted = [str(submission["job_id"]) for submission in self.submissions if is_job(submission)]
         job = self.attempt.get("job_id")
         # a launch on this machine may happen inside a job, but the run is not that job

@@ -182,7 +182,7 @@ def _working(run: RunFacts, job: Job | None) -> str:
 
 
 def _explains(job: Job, name: str) -> bool:
-    """Whether the job's end says more than the run's own record, by which the state is ``name``."""
+    """Whether the job's end says more than ``name``, the state according to the run's own record."""
     if name == "exited":
         return job.name in BY_SCHEDULER
     return name in ("failed", "ended") and job.name in (*BY_SCHEDULER, "FAILED", "CANCELLED")
@@ -213,7 +213,7 @@ def _over(run: RunFacts, unseen: bool) -> tuple[str, str]:
 
 
 def _not_trained(run: RunFacts, unanswered: bool, job: Job | None) -> tuple[str, str]:
-    """The state of a run whose last submission ended before training started, and how it ended."""
+    """The state of a run after its last submission ended before training started, and how it ended."""
     start = "job" if is_job(run.submissions[-1]) else "start"
     if run.cancelled_by or (job and job.name == "CANCELLED"):
         by = f" by {run.cancelled_by}" if run.cancelled_by else ""

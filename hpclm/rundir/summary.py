@@ -235,10 +235,7 @@ class RunSummary:
         self.end("failed", text, code)
 
     def interrupted(self) -> str:
-        """Record an end by a second interrupt, or by one before the first step; returns a text for the log.
-
-        The text is empty if an end is recorded already.
-        """
+        """Record an end by an interrupt; returns a text for the log, empty if an end is recorded already."""
         ending = f"interrupted: {unsaved(self._out)}, exiting"
         return ending if self.end("exited", ending, ExitCode.INTERRUPTED) else ""
 

@@ -126,7 +126,7 @@ class Feed:
         """Add the complete new lines of metrics.jsonl to the pending rows; returns whether any are pending. OSError if it cannot be
         read."""
         with suppress(FileNotFoundError):
-            for block in metrics_file.added(self.out, self._offset):
+            for block in metrics_file.blocks(self.out, begin=self._offset):
                 if len(self._pending) >= MAX_PENDING_ROWS:
                     break
                 self._offset = block.end

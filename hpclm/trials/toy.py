@@ -1,4 +1,4 @@
-"""The toy model that trains, and the layouts in which each kind of code is tried."""
+"""The toy model that trains, and the layouts for trials of each kind of code."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ ADAM = ("optim.eps=1e-5",)
 
 @dataclass(frozen=True)
 class LayoutTrial:
-    """A layout in which the toy trains."""
+    """A layout for training the toy."""
 
     name: str
     processes: int = 1

@@ -21,12 +21,12 @@ SRUN = {
     **{"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1"},
 }  # fmt: skip
 RANKS = {
-    "torchrun": (TORCHRUN, "rank 1 of 2 that torchrun has started"),
+    "torchrun": (TORCHRUN, "torchrun has started this process as rank 1 of 2"),
     "mpirun": (
         {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-        "rank 0 of 1 that Open MPI",
+        "Open MPI has started this process as rank 0 of 1",
     ),
-    "srun": (SRUN, "rank 1 of 2 that Slurm has started"),
+    "srun": (SRUN, "Slurm has started this process as rank 1 of 2"),
 }
 
 

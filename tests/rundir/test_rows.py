@@ -55,7 +55,6 @@ def test_damage_elsewhere_is_an_error_that_names_the_file_and_the_line(line, num
         lambda: [*rows.stream(path, metrics_file.STEP, ["step"])],
         lambda: rows.last(path, metrics_file.STEP, ["step"]),
         lambda: [*metrics_file.blocks(tmp_path)],
-        lambda: [*metrics_file.added(tmp_path, 0)],
         lambda: [*metrics_file.forget_after(tmp_path, 1)],
     ):
         with pytest.raises(ConfigError, match=rf"^{path}, line {number}, is damaged: remove the line"):

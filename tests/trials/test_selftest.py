@@ -109,7 +109,7 @@ def test_the_kind_of_an_object_is_seen_from_it(name, kind):
     [
         ("Block", "is not module:attribute"),
         (f"{HERE}:Scalde", "cannot be loaded"),
-        (f"{HERE}:CALLS", "say which with --kind block|optimizer"),
+        (f"{HERE}:CALLS", "give its kind with --kind block|optimizer"),
     ],
 )
 def test_what_cannot_be_tried_is_refused(name, wrong, capsys):
@@ -326,7 +326,7 @@ def test_an_error_of_the_users_code_is_told_with_its_place():
 def test_the_kind_of_a_function_is_known_by_what_it_must_be_called_with():
     functions = {"schedule": lambda a, b, c, d=0: 0, "optimizer": lambda a, b: 0, "source": lambda a, b, c, d: 0}
     assert all(kinds.kind_of("mine:f", function) == kind for kind, function in functions.items())
-    with pytest.raises(ConfigError, match="say which with --kind"):
+    with pytest.raises(ConfigError, match="give its kind with --kind"):
         kinds.kind_of("mine:f", lambda a: 0)
 
 

@@ -19,7 +19,7 @@ SCHEDULERS = {"slurm": "hpclm.launch.schedulers.slurm:Slurm", "local": "hpclm.la
 
 @dataclass(frozen=True)
 class JobScript:
-    """A job's script."""
+    """A job's script, ready to be submitted."""
 
     text: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def scheduler_named(name: str) -> Scheduler:
 
 
 def of_job(name: str, cluster: str, owner: int) -> Scheduler:
-    """The scheduler ``name`` for ``cluster``, for a job whose run belongs to the user ``owner``.
+    """The scheduler ``name`` for ``cluster``. ``owner``: the user who owns the job's run.
 
     Code that another user's run directory names is not loaded. Slurm takes its place.
     """

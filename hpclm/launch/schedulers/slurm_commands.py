@@ -31,10 +31,9 @@ Options = dict[str, str | None]
 def states(
     ids: Collection[str], users: Collection[int] = (), seconds: float = 10, env: Env = os.environ
 ) -> dict[str, Job]:
-    """The jobs with these ``ids`` that Slurm knows, by ID; it knows a job until some minutes after its end.
+    """The jobs with these ``ids`` that Slurm knows, until some minutes after their end. NoAnswerError if it does not answer.
 
-    ``users``: owners of the jobs, so that squeue does not list every job of a large cluster. NoAnswerError if Slurm does not
-    answer.
+    ``users``: owners of the jobs, so that squeue does not list every job of a large cluster.
     """
     if not ids:
         return {}
@@ -67,7 +66,7 @@ def clusters(options: Mapping[str, str | None] = {}, env: Env = os.environ) -> s
 
 
 def env_for(names: str, env: Env = os.environ) -> dict[str, str]:
-    """The environment in which Slurm's commands ask the clusters ``names``; without names, this machine's cluster."""
+    """The environment that makes Slurm's commands ask the clusters ``names``; without names, this machine's cluster."""
     chosen = {name: value for name, value in env.items() if name != slurm.CLUSTERS}
     if names:
         chosen[slurm.CLUSTERS] = names

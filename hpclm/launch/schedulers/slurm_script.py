@@ -104,7 +104,7 @@ def options_of(config: RunConfig, out: Path) -> Options:
     options["requeue" if job.requeue else "no-requeue"] = ""
     options["propagate"] = "NONE"
     options["signal"] = f"USR2@{job.warn_seconds}"  # to the ranks, which srun starts as tasks of Slurm
-    if job.template == "mpirun":  # to the script, whose supervisor forwards it
+    if job.template == "mpirun":  # to the supervisor, which forwards it
         options["signal"] = f"B:USR2@{job.warn_seconds}"
     return options | {"job-name": name(out.name)} | job.options
 

@@ -107,9 +107,9 @@ class ArgumentError(ConfigError):
     @classmethod
     def refuse(cls, wrong: Iterable[tuple[str, object, str]]) -> None:
         """Raise the error if ``wrong`` is not empty."""
-        error = cls(wrong)
-        if error.wrong:
-            raise error
+        listed = list(wrong)
+        if listed:
+            raise cls(listed)
 
 
 class NoCheckpointError(HpclmError):

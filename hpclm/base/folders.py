@@ -107,8 +107,7 @@ def _exposed(name: str, status: os.stat_result, modes: int, trusted: Collection[
 def own_temporary(name: str) -> Path:
     """The folder ``name`` of this user in TMPDIR or /tmp, which all processes on this machine share.
 
-    If another user has made a folder with this name, it is a new one with a random name. ConfigError if others could replace
-    the folder; OSError if it cannot be made.
+    If another user has made it, it has a random name. ConfigError if others could replace the folder; OSError if it cannot be made.
     """
     parent = Path(tempfile.gettempdir())
     mode = parent.stat().st_mode

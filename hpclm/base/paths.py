@@ -27,8 +27,7 @@ def expanded(text: str) -> str:
 def with_variables(text: str, resolved_later: Callable[[str], bool] | None = None) -> str:
     """``text`` with the values of environment variables; ConfigError for a variable that is not set.
 
-    ``resolved_later``: tells whether OmegaConf will replace ``${...}``, given the text in the braces. If it is given, ``${`` in
-    values is escaped for OmegaConf.
+    ``resolved_later``: tells whether OmegaConf will replace the text in ``${...}``; with it, ``${`` in values is escaped.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -51,8 +51,7 @@ class Launcher:
     def run(self, command: Sequence[str], env: Mapping[str, str], **options: object) -> int:
         """Run ``command`` to its end. ``options``: further arguments of ``subprocess.Popen``.
 
-        Returns its exit code, or 128 + n if signal n ended it. Returns 85 if a forwarded signal ended it: the signal came
-        before the ranks could catch it.
+        Returns its exit code, 128 + n if signal n ended it, or 85 if that signal was forwarded before the ranks could catch it.
         """
         if not shutil.which(command[0], path=env.get("PATH")):
             raise ConfigError(f"{command[0]} is not on the PATH ({env.get('PATH', '')}), so no rank can be started")

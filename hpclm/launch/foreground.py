@@ -130,8 +130,7 @@ class Foreground:
 def begin(launch: Launch, name: str, shape: tuple[int, int], notes: Sequence[str] = ()) -> Foreground:
     """Make the run directory, write its settings, record the launch, and log its ``notes``.
 
-    ``shape``: the number of nodes, and the largest number of ranks on a node. LockedError if another launch or a run is using the
-    run directory.
+    ``shape``: nodes, and the most ranks on a node. LockedError if another launch or a run is using the run directory.
     """
     out = folders.private_folder(launch.config.out, "run directory")
     logs = folders.private_folder(out / "logs", "log folder")

@@ -36,9 +36,8 @@ def check_submission(
 ) -> RunStart:
     """Run all checks that are possible here, without writing anything. ConfigError names every problem.
 
-    Returns the start, which has the files that the checks have read. ``cluster``: the launcher, or "debug". ``queued``: the run
-    will follow a job in the queue. ``resume_step``: the step of the checkpoint to continue from. ``with_data``: also run the
-    checks of the dataset.
+    Returns the start, which has the files that the checks have read. ``cluster``: the launcher, or "debug". ``queued``: the run will
+    follow a job in the queue. ``resume_step``: the checkpoint to continue from. ``with_data``: also check the dataset.
     """
     job = run.job
     debug = cluster == "debug"  # a debug run starts anew, with synthetic data if files are missing

@@ -152,8 +152,7 @@ def train(start: "RunStart", world: World, job: OwnJob) -> int:
 def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:
     """Train in the calling process, for notebooks and scripts. The same settings continue the run.
 
-    ``quiet``: print only warnings. Raises Interrupted after a signal, such as a notebook's interrupt, once the run has saved, and
-    HpclmError for other errors.
+    ``quiet``: print only warnings. Interrupted after a signal, such as a notebook's, once the run has saved; else HpclmError.
     """
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:

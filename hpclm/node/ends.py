@@ -95,10 +95,7 @@ def traces(where: Path) -> set[int]:
 
 
 def first(ends: Iterable[End]) -> End | None:
-    """The earliest end that is not a symptom, because later ends may be its consequences; None without one.
-
-    If its cause is empty, the first end with the same exit code and a cause is returned instead.
-    """
+    """The earliest end that is not a symptom, or the first with the same exit code that has a cause; None without one."""
     causes = sorted((end for end in ends if not end.symptom), key=lambda end: end.time)
     with_text = [end for end in causes if end.cause and end.exit_code == causes[0].exit_code]
     return next(iter(with_text or causes), None)

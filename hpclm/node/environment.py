@@ -86,9 +86,8 @@ def for_deepspeed(kind: str, index: int, builds: bool = False, env: MutableMappi
 def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
     """Set torch.compile's folder for compiled code on this node, unless the user chose one.
 
-    PyTorch's default may be another user's folder. The variable may hold this default, because importing torch._dynamo sets it,
-    or hpclm's folder on the machine that submitted the job. PyTorch always keeps precompiled headers for C++ in its default folder,
-    so they are switched off.
+    PyTorch's default, which importing torch._dynamo sets, may be another user's folder. The variable may also name hpclm's folder on
+    another machine. Precompiled headers for C++ are switched off, because PyTorch always keeps them in its default folder.
 
     OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but
     torch._dynamo, which makes the folder that the variable names, can be imported.

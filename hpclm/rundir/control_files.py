@@ -112,8 +112,7 @@ def create(out: Path, name: str) -> Path:
 def followed(path: Path, until: float, state_of: StateOf) -> bool:
     """Wait until a run has complied with the request ``path``; False if it has ended meanwhile with everything saved.
 
-    HpclmError if it has not complied by ``until``, a time of the monotonic clock; the request then stays pending. HpclmError
-    also if the run has ended without saving; the request is then withdrawn.
+    HpclmError if it has not complied by the monotonic time ``until`` (the request stays), or ended without saving (it is withdrawn).
     """
     out = path.parent
     heartbeat = HolderWatch(out)

@@ -120,10 +120,7 @@ def sync(out: Path) -> None:
 
 
 def survey_checkpoints(folder: Path | str) -> tuple[tuple[int, float] | None, int]:
-    """The newest checkpoint in ``folder``, and the number of checkpoints that were set aside as bad.
-
-    The checkpoint is its step and its time in seconds since 1970; None without a checkpoint.
-    """
+    """The step and time (seconds since 1970) of the newest checkpoint in ``folder``, or None; and the number set aside as bad."""
     names: list[str] = []
     with suppress(OSError):
         names = os.listdir(folder)  # noqa: PTH208 - a tenth of the time

@@ -110,10 +110,7 @@ def _replaced(file: BinaryIO, path: Path) -> bool:
 def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bool) -> Path:
     """The log of the run, of a ``rank``, or of the ``job``; if ``wait``, as soon as it exists. ConfigError if it never will."""
     noted = ""
-    while True:
-        path = _existing(runs.read_run(out), rank, job)
-        if path:
-            return path
+    while not (path := _existing(runs.read_run(out), rank, job)):
         status = state_of(out)
         if not (wait and _goes_on(status)):
             raise _missing(status, rank, job)
@@ -122,6 +119,7 @@ def find_log(out: Path, rank: int | None, job: bool, state_of: StateOf, wait: bo
             _note(text)
         noted = text
         time.sleep(LOOK)
+    return path
 
 
 def _existing(run: RunFacts, rank: int | None, job: bool) -> Path | None:

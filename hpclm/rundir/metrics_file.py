@@ -59,10 +59,7 @@ STEP: dict[str, Kind] = {
 
 
 def blocks(out: Path, fields: Mapping[str, Kind] = STEP, lost: bool = False, begin: int = 0) -> Iterator[RowBlock]:
-    """The rows of the run in ``out`` from the offset ``begin`` on, in blocks. ``lost``: rows of steps that were repeated instead.
-
-    Errors: see ``rows.row_blocks``.
-    """
+    """The rows of the run in ``out``, or of repeated steps (``lost``), from an offset on. Errors: see ``rows.row_blocks``."""
     return _scan(out / (LOST if lost else NAME), fields, begin)
 
 

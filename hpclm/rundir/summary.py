@@ -92,8 +92,7 @@ class LossCurve:
 class RunSummary:
     """Writes the summary of a run, which this process trains as the holder of ``lease``. Use it as a context manager.
 
-    The first recorded end of an attempt is final, whichever rank records it. A failure to write does not end the run: the
-    next write contains the same facts.
+    The first recorded end of an attempt is final, whichever rank records it. A failed write does not end the run.
     """
 
     def __init__(self, out: Path, lease: Lease | None = None, generation: int | None = None):

@@ -46,9 +46,8 @@ class Scheduler(ABC):
     def submit(self, script: JobScript, path: Path, lock: int) -> str:
         """Submit the script at ``path``; returns the job's ID, or ID;CLUSTER.
 
-        ``lock``: the descriptor of a lock. The process that submits inherits it (`keep` of ``processes.ask``), and so holds the
-        lock even if this process is killed. ConfigError if the scheduler refuses the job; another HpclmError if the job may be
-        in the queue.
+        ``lock``: the descriptor of a lock. The process that submits inherits it (`keep` of ``processes.ask``), and so holds the lock
+        even if this one is killed. ConfigError if the scheduler refuses the job; another HpclmError if it may be in the queue.
         """
 
     def on(self, cluster: str) -> "Scheduler":

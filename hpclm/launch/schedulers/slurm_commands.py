@@ -112,8 +112,7 @@ def shown(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str
 def default_time(partition: str = "", seconds: float = 10, env: Env = os.environ) -> tuple[str, str]:
     """The partition of a job, and its time limit for jobs that request none; both empty if unknown.
 
-    ``partition``: the first of several names, separated by commas, counts; without a name, the cluster's default partition.
-    NoAnswerError if Slurm does not answer.
+    ``partition``: of several names, the first counts; empty for the default partition. NoAnswerError if Slurm does not answer.
     """
     name = partition.partition(",")[0]
     code, answer, _ = ask(["scontrol", "show", "partition", *filter(None, [name]), "--oneliner"], seconds, env)

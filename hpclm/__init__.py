@@ -9,18 +9,18 @@
     submit     queue a job that trains, on Slurm for example
     open       open a run directory
     compare    a table of several runs, the best first
-    report     a page that compares them
+    report     a page that compares several runs
     settings   settings from a preset or file, with changes
     selftest   try your own code in every layout of processes
 
-``train``, ``submit`` and ``open`` return a Run, ``sweep`` a list of them. Errors are HpclmError, those of settings and arguments
-ConfigError. docs/python.md says more, and ``hpclm --help`` lists the verbs of the command line.
+``train``, ``submit`` and ``open`` return a Run, ``sweep`` a list of Runs. Errors are HpclmError; errors of settings and arguments are
+ConfigError. docs/python.md explains more, and ``hpclm --help`` lists the commands.
 """
 
 import sys
 
-# python -m puts the current folder first, where anybody may have put a torch.py: away with it before any import, unless it is
-# the clone that this file is in
+# python -m puts the current folder first on the path, where anybody may have put a torch.py. Remove it before any import, unless it
+# is the clone with this file.
 if (
     sys.argv[:1] == ["-m"]
     and not (sys.flags.isolated or sys.flags.safe_path)
@@ -64,7 +64,7 @@ _WHERE = {
     "RunConfig": "hpclm.config",
     **dict.fromkeys(("ConfigError", "HpclmError"), "hpclm.base.errors"),
 }
-"""Where the interface is; it is loaded when it is used."""
+"""Name -> module of the interface, which is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
@@ -74,7 +74,8 @@ def __getattr__(name: str) -> Any:
         except Exception as error:
             from hpclm.node import import_errors
 
-            if reason := import_errors.explained(error):
+            reason = import_errors.explained(error)
+            if reason:
                 raise ImportError(reason) from None
             raise
     raise AttributeError(f"module 'hpclm' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``hpclm VERB`` and ``python -m hpclm VERB``."""
+"""``hpclm COMMAND`` and ``python -m hpclm COMMAND``."""
 
 import sys
 
@@ -6,7 +6,7 @@ from hpclm.node import import_errors
 
 
 def main() -> None:
-    """Watch the launcher and catch signals, then import and call the verb."""
+    """Watch the launcher and catch signals, then import and call the command."""
     import_errors.report_uncaught()
     from hpclm.node import parent, preemption
 

@@ -1,6 +1,6 @@
-"""``hpclm VERB``: calls the command of that name.
+"""``hpclm COMMAND``: call the command of that name.
 
-A command is a module with ``parser()``, and ``main(...)``, which takes the values of the arguments by their names.
+A command is a module with ``parser()`` and ``main(...)``. ``main`` takes the values of the arguments as keywords.
 """
 
 import re
@@ -61,7 +61,7 @@ VERBS = {verb: text for group in GROUPS.values() for verb, text in group.items()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``hpclm VERB ...``; return the exit code."""
+    """Run ``hpclm COMMAND ...``; returns the exit code."""
     return failures.run(_dispatch, argv)
 
 
@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _unknown(word: str, rest: list[str]) -> str:
-    """The answer to ``word``, which is not a command: the command that was meant."""
+    """The message for an unknown command, with the intended one if it is clear."""
     from hpclm.base import shipped
     from hpclm.config import elsewhere
     from hpclm.rundir.runs import RUNS, is_run
@@ -103,7 +103,6 @@ def _unknown(word: str, rest: list[str]) -> str:
 
 
 def _listed() -> str:
-    """A line for each command; the first of a group begins with its name."""
     lines = []
     for group, verbs in GROUPS.items():
         heading = group

@@ -1,7 +1,7 @@
-"""Scripts for completion of commands, options, presets, settings and names of runs in a shell.
+"""Scripts for shells that complete commands, options, presets, settings and names of runs.
 
-shtab makes them from the parsers of all commands; the functions here add names of runs, settings and presets. Only names of runs are looked
-up at a Tab; all others are in the script, so that no Python starts.
+shtab writes them from the parsers of all commands; the shell functions here add names of runs, settings and presets. The script contains
+all names except those of runs, which the shell looks up, so that completion starts no Python.
 """
 
 import re
@@ -13,11 +13,11 @@ from hpclm.config import fields
 from hpclm.parser import Parser
 
 ZSH_FIXES = {
-    r'^( *")\(\*\)::?': r"\1*:",  # an argument that may be repeated: zsh would complete only the first of them
-    r':"$': r':_files"',  # one that nothing completes: a file, as in bash
-    r"== eval \]\]": "== (eval|file) ]]",  # a script that is sourced, too
+    r'^( *")\(\*\)::?': r"\1*:",  # otherwise zsh completes only the first word of a repeated argument
+    r':"$': r':_files"',  # complete other arguments with files, as in bash
+    r"== eval \]\]": "== (eval|file) ]]",  # the user may also source the script
 }
-"""Corrections of shtab's scripts."""
+"""Corrections of shtab's script for zsh: pattern -> replacement."""
 COMMON = r"""
 _hpclm_run_names() {  # of the runs below the folder of --runs
   local folder=runs previous= word mark
@@ -84,9 +84,9 @@ PREAMBLES = {"bash": COMMON + BASH, "zsh": COMMON + ZSH}
 
 
 def script(shell: str, commands: Parser, topics: Iterable[str]) -> str:
-    """The script for ``shell``; ConfigError without shtab.
+    """The script for ``shell``; ConfigError if shtab is not installed.
 
-    ``commands``: a parser with every command as a subcommand; ``topics``: those of hpclm docs.
+    ``commands``: a parser with every command as a subcommand. ``topics``: the topics of hpclm docs.
     """
     with extras.needed_for("hpclm completion"):
         import shtab

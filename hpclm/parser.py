@@ -22,10 +22,10 @@ Result = TypeVar("Result")
 ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 NUMBER = re.compile(r"[\d.e+-]+")
-"""Values that are not secrets."""
-USAGE = 4  # longest usage, in lines, that is shown with an error
+"""Numbers, which are never secrets."""
+USAGE = 4  # most lines of a usage that an error shows
 STOP_OR_CANCEL = "stop asks the run itself, from any machine that sees its folder; cancel ends its job, also one that waits or hangs."
-"""How ``hpclm request RUN stop`` and ``hpclm cancel RUN`` differ."""
+"""The difference between ``hpclm request RUN stop`` and ``hpclm cancel RUN``."""
 DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm preprocess reads, or a pattern. It is tokenized
                          once, into a folder datasets beside the run
        data=PREFIX       train on a dataset, PREFIX.bin and PREFIX.idx
@@ -33,7 +33,7 @@ DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm 
 
 
 def exit_codes(meanings: Mapping[ExitCode, str]) -> str:
-    """A line for --help with the exit codes of a command; ``meanings``: those with another meaning than usual."""
+    """A line for --help with the exit codes of a command. ``meanings``: codes that mean something else in this command."""
     shown = {ExitCode.DONE: ExitCode.DONE.meaning, ExitCode.USAGE: ExitCode.USAGE.meaning, **meanings}
     return "exit codes: " + " · ".join(f"{code} {meaning}" for code, meaning in sorted(shown.items()))
 
@@ -47,22 +47,22 @@ EPILOG = textwrap.fill(
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser. Its messages, which quote arguments, are one safe line, and the one for an unknown option says what was meant."""
+    """argparse's parser with messages of one line, safe for a terminal. For an unknown option, they suggest the intended one."""
 
     given: Sequence[str] = ()
-    """All arguments that ``values`` parses."""
+    """The arguments of the last call of ``values``."""
     others: Callable[[], Mapping[str, Collection[str]]] = staticmethod(dict)
     """The options of all commands, which cli sets."""
 
     def __init__(self, intermixed: bool = True, **options: Any) -> None:
-        """``intermixed``: options may stand between the words of one argument; not for subcommands or an argument that takes the rest."""
+        """``intermixed``: whether options may separate the words of one argument. False for subcommands and REMAINDER arguments."""
         self._intermixed = intermixed
         if "\n" in f"{options.get('description')}{options.get('epilog')}":  # laid out by hand
             options["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(**options)
 
     def call(self, function: Callable[..., Result], argv: Sequence[str]) -> Result:
-        """Call ``function`` with the values of the arguments by their names; exits with 2 if they are wrong."""
+        """Call ``function`` with the values of the arguments by name; exit with 2 for invalid arguments."""
         values = self.values(argv)
         try:
             return function(**values)
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
             self._refuse("; ".join(f"--{name.replace('_', '-')} {value!r} {rule}" for name, value, rule in error.wrong))
 
     def values(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values of the arguments by their names; exits with 2 if they are wrong."""
+        """The values of the arguments by name; exit with 2 for invalid arguments."""
         self.given = argv
         parse = self.parse_known_intermixed_args if self._intermixed else self.parse_known_args
         values, unknown = parse(argv)
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         return vars(values)
 
     def add_settings(self, help: str, files: bool = False, **options: Any) -> None:
-        """The argument for key=value words; ``files``: and for settings files."""
+        """The argument for key=value words; ``files``: whether settings files are allowed too."""
         metavar = "FILE | key=value" if files else "key=value"
         settings = self.add_argument("settings", **{"nargs": "*", "metavar": metavar} | options, help=help)
         completed(settings, "presets" if files else "settings")
@@ -93,11 +93,11 @@ class Parser(argparse.ArgumentParser):
             self.add_typed()
 
     def add_typed(self) -> None:
-        """The value ``typed``: all arguments, for messages and for other processes."""
+        """The value ``typed``, which holds all arguments, for messages and other processes."""
         self.set_defaults(typed=[])
 
     def add_run(self, help: str = ONE, **options: Any) -> None:
-        """The argument for one run or several, and --runs."""
+        """The argument for one or more runs, and the option --runs."""
         completed(self.add_argument("run", **{"type": paths.option} | options, help=help), "runs")
         self.add_runs_folder()
 
@@ -134,16 +134,18 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--wait", type=from_0, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
 
     def error(self, message: str) -> NoReturn:
-        """See argparse, which complains of missing arguments before unknown ones."""
-        if message.startswith("the following arguments are required") and (unknown := self._unknown_options()):
+        """Exit with 2. Unknown options are reported before missing arguments, which argparse reports first."""
+        unknown = self._unknown_options()
+        if unknown and message.startswith("the following arguments are required"):
             message = self._unrecognized(unknown)
-        elif choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
             near = hint(choice[1], re.findall(r"[^\s',]+", choice[2]))
             message += f".{near}" if near else ""
         self._refuse(message)
 
     def _refuse(self, message: str) -> NoReturn:
-        """Exit with 2, after a message that a long usage does not hide."""
+        """Exit with 2 after the message. A long usage is left out, because it would hide the message."""
         usage = self.format_usage()
         if usage.count("\n") > USAGE:
             usage = f"usage: {self.prog} --help shows all options\n"
@@ -155,12 +157,11 @@ class Parser(argparse.ArgumentParser):
         return re.findall(r"(?<![\w-])--?[A-Za-z][\w-]*", self.format_help())
 
     def _unknown_options(self) -> list[str]:
-        """The options in the arguments that the command does not have."""
         known = {*self.options(), "--"}
         return [word for word in self.given if word.startswith("--") and word.partition("=")[0] not in known]
 
     def _unrecognized(self, unknown: Sequence[str]) -> str:
-        """The answer to unknown arguments. It has the names of unknown options, and no values that may be secrets."""
+        """The message for unknown arguments: their names, and suggestions. It never shows values that may be secrets."""
         from hpclm.config import elsewhere, hints
 
         words = [word for word in unknown if word.startswith("-")] or unknown
@@ -189,12 +190,12 @@ class Parser(argparse.ArgumentParser):
         return hints.Unknown(self._command, option, [] if secret else values, secret, offered, others)
 
     def _values(self, word: str) -> list[str]:
-        """The values of the option ``word``: after its sign, or up to the next option, setting or settings file."""
+        """The values of the option ``word``: the text after =, or the words up to the next option, setting or settings file."""
         from hpclm.config.settings import is_override
 
         _, sign, value = word.partition("=")
         if sign:
-            return [value] if value else []
+            return list(filter(None, [value]))
         values: list[str] = []
         for other in self.given[list(self.given).index(word) + 1 :]:
             if other.startswith("--") or is_override(other):
@@ -206,12 +207,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def completed(argument: argparse.Action, words: str) -> None:
-    """Have shells complete an argument with ``words``: runs, requests, settings, presets or topics, which completion.py defines."""
+    """Set the completion of an argument. ``words``: runs, requests, settings, presets or topics, which completion.py defines."""
     argument.complete = {shell: f"_hpclm_{words}" for shell in ("bash", "zsh")}  # type: ignore[attr-defined]
 
 
 def setting(key: str) -> dict[str, Any]:
-    """Parameters of add_argument for an option that sets ``key``. The value `job` is the key=value words of all such options."""
+    """Parameters of add_argument for an option that sets ``key``. All such options append key=value words to the value `job`."""
     return dict(dest="job", action="append", default=[], type=f"{key}={{}}".format)
 
 
@@ -227,7 +228,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def number(allowed: Callable[[float], bool], description: str) -> Callable[[str], float]:
-    """The type of an argument that is a number with a condition, which is also given in words."""
+    """The type of an argument that is a number and for which ``allowed`` holds. ``description``: the condition in words."""
 
     def parse(text: str) -> float:
         try:

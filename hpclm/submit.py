@@ -1,8 +1,8 @@
-"""``python -m hpclm.submit``: the verb ``hpclm submit``. In Python, hpclm.submit is a function."""
+"""``python -m hpclm.submit``: the command ``hpclm submit``. In Python, hpclm.submit is a function."""
 
 from hpclm.node import import_errors
 
-if __name__ == "hpclm.submit":  # it would take the function's place
+if __name__ == "hpclm.submit":  # the module would replace the function
     raise ImportError(
         "hpclm.submit is a function: import hpclm; on a command line: python -m hpclm.submit", name=__name__
     )

@@ -1,8 +1,8 @@
-"""``python -m hpclm.train``: the verb ``hpclm train``, by the name that job templates use. In Python, hpclm.train is a function."""
+"""``python -m hpclm.train``: the command ``hpclm train``, under the name that job templates use. In Python, hpclm.train is a function."""
 
 from hpclm.node import import_errors
 
-if __name__ == "hpclm.train":  # it would take the function's place
+if __name__ == "hpclm.train":  # the module would replace the function
     raise ImportError(
         "hpclm.train is a function: import hpclm; on a command line: python -m hpclm.train", name=__name__
     )

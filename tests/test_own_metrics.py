@@ -73,7 +73,7 @@ def test_whatever_own_code_reports_is_shown_everywhere_under_its_name(runs, caps
         values = [row[name] for row in rows]
         assert [row[name] for row in sent] == values
         assert [event.value for event in events.Scalars(name)] == pytest.approx(values, rel=1e-6)
-    read = history.read(one)
+    read = history.read_history(one)
     assert {*read.steps.reported} == {*NAMES}
     drawn = {chart.key: chart for chart in charts({"one": read})}
     assert {"gate", "rows<b>", "balance", "engine.norm", "momentum"} < drawn.keys()
@@ -92,7 +92,7 @@ def test_whatever_own_code_reports_is_shown_everywhere_under_its_name(runs, caps
     assert all(f"<button>{name.replace('<b>', '&lt;b&gt;')}</button>" in both for name in NAMES)
     assert all(f"<h3>{name.replace('<b>', '&lt;b&gt;')}</h3>" in both for name in NAMES)
     assert len([*one.parent.glob("both-reported-*.png")]) == len(NAMES)
-    read = history.read(two)
+    read = history.read_history(two)
     assert read.mean("momentum") == pytest.approx(sum(row["momentum"] for row in read.recent) / len(read.recent))
 
 

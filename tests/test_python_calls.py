@@ -12,8 +12,8 @@ import pytest
 import hpclm
 from hpclm.api import several
 from hpclm.api.checked import PATH, TEXTS, UnfitError, checked, fitted, plain
-from hpclm.api.live import Snapshot
-from hpclm.api.options import Options
+from hpclm.api.live import LiveProgress
+from hpclm.api.options import RunKeywords
 from hpclm.api.run import Report
 from hpclm.api.selftest import _folders
 from hpclm.base.errors import Interrupted
@@ -35,7 +35,7 @@ def here(tmp_path, monkeypatch):
 def test_keywords_are_the_settings_of_their_names():
     made = hpclm.settings("debug", steps=9, lr=0.5, seed=0, out="runs/y", device="cpu")
     assert (made.budget.steps, made.optim.lr, made.seed, made.out, made.engine.device) == (9, 0.5, 0, "runs/y", "cpu")
-    job = Options(nodes=2, gpus=3, time="10:00", partition="p").compose("debug", ()).job
+    job = RunKeywords(nodes=2, gpus=3, time="10:00", partition="p").compose("debug", ()).job
     assert (job.nodes, job.gpus, job.time, job.partition) == (2, 3, "10:00", "p")
 
 
@@ -63,7 +63,7 @@ def test_problems_are_in_the_order_of_the_arguments():
         (lambda: hpclm.open("x", zzz=1), "open has no argument 'zzz'."),
         (lambda: hpclm.settings(), "settings: missing a required argument: 'base'"),
         (lambda: hpclm.settings("debug", {"a b": 1}), "unknown setting 'a b'"),
-        (lambda: Options(tokenizer="bytes").run("debug", ()), "tokenizer='bytes' has no effect without data="),
+        (lambda: RunKeywords(tokenizer="bytes").run("debug", ()), "tokenizer='bytes' has no effect without data="),
         (lambda: hpclm.sweep("debug", {"seed": [1]}, parallel=0), "parallel=0 must be at least 1"),
         (lambda: hpclm.compare([]), "runs is empty; give at least one run"),
     ],
@@ -76,7 +76,7 @@ def test_a_call_that_means_nothing_says_why(call, said):
 
 def test_changes_win_over_what_a_text_needs_and_that_over_keywords(here):
     changes = ({"model.vocab_size": 300, "optim.lr": 0.25},)
-    made = Options(data="text.jsonl", tokenizer="bytes", lr=0.5, seed=4, out="runs/a").run("small", changes)
+    made = RunKeywords(data="text.jsonl", tokenizer="bytes", lr=0.5, seed=4, out="runs/a").run("small", changes)
     assert (made.model.vocab_size, made.optim.lr, made.seed) == (300, 0.25, 4)
     assert made.data.prefix.startswith("runs/datasets/text-")
 
@@ -84,9 +84,9 @@ def test_changes_win_over_what_a_text_needs_and_that_over_keywords(here):
 def test_before_text_becomes_a_dataset_a_run_directory_that_is_a_file_or_other_data_are_refused(here):
     Path("taken").write_text("")
     with pytest.raises(hpclm.ConfigError, match="run directory taken is a file; choose another out"):
-        Options(data="text.jsonl", out="taken").run("small", ())
+        RunKeywords(data="text.jsonl", out="taken").run("small", ())
     with pytest.raises(hpclm.ConfigError, match=r"data\.prefix"):
-        Options(data="text.jsonl", out="new").run("small", [{"data.prefix": "x"}])
+        RunKeywords(data="text.jsonl", out="new").run("small", [{"data.prefix": "x"}])
     assert sorted(path.name for path in here.iterdir()) == ["taken", "text.jsonl"]
 
 
@@ -111,9 +111,9 @@ def test_a_choice_is_one_of_the_words():
         (
             OSError(errno.EROFS, "Read-only", "x"),
             hpclm.HpclmError,
-            "'x': Read-only; check what it is, and its permissions",
+            "'x': Read-only; check its type and permissions",
         ),
-        (OSError(errno.EACCES, "No", "x"), hpclm.ConfigError, "'x': No; check what it is, and its permissions"),
+        (OSError(errno.EACCES, "No", "x"), hpclm.ConfigError, "'x': No; check its type and permissions"),
         (OSError(errno.EPIPE, "Gone"), OSError, "[Errno 32] Gone"),
         (Interrupted("x: saved"), Interrupted, "x: saved"),
         (KeyboardInterrupt(), Interrupted, "function was interrupted"),
@@ -132,14 +132,14 @@ def test_errors_of_a_function_are_those_of_hpclm_in_one_line(error, kind, said):
 def test_a_snapshot_says_how_far_a_run_is_and_how_long_it_will_take(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out, done = make(tmp_path / "a", [attempt()], rows(5)), "step 5/{}, loss 2.5000, 100 tokens/s{}"
-    assert repr(Snapshot(out)) == f"{out}: {done.format(20, ', 30 s left')}"
-    assert repr(Snapshot(out, 8)) == f"{out}: {done.format(8, ', 6 s left')}"
-    assert repr(Snapshot(out, 90)) == f"{out}: {done.format(20, ', 30 s left')}"
-    assert repr(Snapshot(out, 5)) == f"{out}: {done.format(5, '')}" and Snapshot(out)._repr_png_() is None
+    assert repr(LiveProgress(out)) == f"{out}: {done.format(20, ', 30 s left')}"
+    assert repr(LiveProgress(out, 8)) == f"{out}: {done.format(8, ', 6 s left')}"
+    assert repr(LiveProgress(out, 90)) == f"{out}: {done.format(20, ', 30 s left')}"
+    assert repr(LiveProgress(out, 5)) == f"{out}: {done.format(5, '')}" and LiveProgress(out)._repr_png_() is None
     for more, loss in (({}, "not finite"), ({"counted_tokens": 0}, "none"), ({"counted_tokens": 3}, "not finite")):
         make(out, [attempt()], [{**rows(5)[-1], "loss": None, **more}])
-        assert f"step 5/20, loss {loss}, " in repr(Snapshot(out))
-    assert repr(Snapshot(tmp_path / "new")) == f"{tmp_path / 'new'}: starting"
+        assert f"step 5/20, loss {loss}, " in repr(LiveProgress(out))
+    assert repr(LiveProgress(tmp_path / "new")) == f"{tmp_path / 'new'}: starting"
 
 
 def test_a_run_says_how_it_stands_and_where_it_is(tmp_path, monkeypatch):

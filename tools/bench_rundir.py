@@ -29,7 +29,7 @@ from hpclm.rundir import metrics_file
 from hpclm.rundir.summary import RunSummary
 RunSummary(Path({out!r})).resume(metrics_file.forget_after(Path({out!r}), {step}))
 """
-HISTORY = "from pathlib import Path; from hpclm.reporting import history; history.read(Path({out!r}))"
+HISTORY = "from pathlib import Path; from hpclm.reporting import history; history.read_history(Path({out!r}))"
 SAVES = """
 from pathlib import Path
 from hpclm.checkpoint import directory, retention, resumable

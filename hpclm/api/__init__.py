@@ -1,1 +1,1 @@
-"""The interface for Python: functions.py has what ``import hpclm`` offers, loaded when it is used, and run.py the class Run."""
+"""The interface for Python. ``import hpclm`` offers its functions and the class Run, and loads them on first use."""

@@ -1,4 +1,4 @@
-"""Arguments of hpclm's functions: values of other libraries become Python's own, and each of a wrong type is refused in one line."""
+"""Check arguments of hpclm's functions. Values of other libraries become Python's types; a wrong type is refused in one line."""
 
 import operator
 import os
@@ -30,7 +30,7 @@ WORDS: dict[Any, str] = {
     TEXTS: "a list of texts",
     type(None): "None",
 }
-"""The types that are checked, in words."""
+"""Types that can be checked -> the type in words."""
 
 
 class UnfitError(Exception):
@@ -38,14 +38,14 @@ class UnfitError(Exception):
 
 
 def plain(value: Any) -> Any:
-    """``value`` as None, text, bool, number, list or dict; UnfitError if it is nothing like these.
+    """``value`` as None, text, bool, number, list or dict; UnfitError for other values.
 
-    It may be an enum of text, a path, a number of any library, or an array, tensor or Series.
+    ``value`` may also be an enum of text, a path, a number of any library, or an array, tensor or Series.
     """
     if callable(getattr(value, "tolist", None)) and not isinstance(value, BYTES):
         try:
             value = value.tolist()
-        except Exception:  # a tensor without data, or whatever a library's object raises
+        except Exception:  # a tensor without data; objects of a library may raise anything
             raise UnfitError(type(value).__name__) from None
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -66,12 +66,12 @@ def plain(value: Any) -> Any:
 
 
 def fitted(value: Any, *kinds: Any) -> Any:
-    """``value`` as the first of ``kinds``, which WORDS has, or a Literal, that it can be; UnfitError if it can be none."""
+    """``value`` as the first possible of ``kinds``, types in WORDS or Literals; UnfitError if none is possible."""
     if isinstance(value, os.PathLike) and PATH not in kinds:
         raise UnfitError(type(value).__name__)
     try:
         value = plain(value)
-    except Exception:  # a mapping that contains itself, or whatever a library's object raises
+    except Exception:  # a mapping that contains itself; objects of a library may raise anything
         raise UnfitError(type(value).__name__) from None
     for kind in (kind for kind in kinds if kind is not str or PATH not in kinds):
         with suppress(UnfitError):
@@ -80,7 +80,7 @@ def fitted(value: Any, *kinds: Any) -> Any:
 
 
 def _as_kind(value: Any, kind: Any) -> Any:
-    """A plain value as ``kind``; UnfitError."""
+    """A plain value as ``kind``; UnfitError if that is impossible."""
     if kind is float and type(value) is int and abs(value) < 1e300:
         return float(value)
     if kind is int and type(value) is float and value.is_integer():
@@ -101,7 +101,7 @@ def _as_kind(value: Any, kind: Any) -> Any:
 
 
 def checked(function: Function) -> Function:
-    """``function`` for users: it raises ConfigError for arguments of the wrong type, and reports an interrupt in one line."""
+    """``function`` with checked arguments: ConfigError for wrong types. An interrupt is reported in one line."""
     kinds = dict(_kinds(function))
     expected = signature(function)
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
@@ -132,7 +132,7 @@ def checked(function: Function) -> Function:
                 raise
             kind = HpclmError if error.errno in MACHINE else ConfigError
             path = terminal.line(shown(error.filename))
-            raise kind(f"{path}: {error.strerror}; check what it is, and its permissions") from error
+            raise kind(f"{path}: {error.strerror}; check its type and permissions") from error
         except (HpclmError, Interrupted):
             raise
         except KeyboardInterrupt:
@@ -146,7 +146,7 @@ def checked(function: Function) -> Function:
 
 
 def _unknown(argument: str, name: str, parameters: Mapping[str, Parameter]) -> str:
-    """The answer to an argument that a function does not have."""
+    """The message for an unknown argument, with the intended argument or setting if it is clear."""
     problem = f"{name} has no argument {argument!r}"
     near = hint(argument, parameters)
     if near or "changes" not in parameters:
@@ -154,19 +154,21 @@ def _unknown(argument: str, name: str, parameters: Mapping[str, Parameter]) -> s
     found = [*elsewhere.answers(argument)]
     if len(found) > 1 or any(answer.reason for answer in found):
         return f"{problem}: {elsewhere.explained(argument)}"
-    keys = elsewhere.keys(found[0].settings) if found else [hints.nearest(argument, fields.keys()) or "optim.lr"]
+    keys = [hints.nearest(argument, fields.keys()) or "optim.lr"]
+    if found:
+        keys = elsewhere.keys(found[0].settings)
     return f"{problem}; settings are given as {{{', '.join(f'{key!r}: ...' for key in keys)}}}"
 
 
 def positive(**numbers: float | None) -> None:
-    """ArgumentError for numbers that are not more than 0."""
+    """ArgumentError for each number that is not above 0."""
     wrong = {name: value for name, value in numbers.items() if value is not None and not value > 0}
     rules = {int: "must be at least 1", float: "must be more than 0"}
     ArgumentError.refuse((name, value, rules[type(value)]) for name, value in wrong.items())
 
 
 def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The types that each parameter may have, if all of them can be checked."""
+    """Each parameter with its possible types, if all of them can be checked."""
     for name, parameter in signature(function).parameters.items():
         hint = parameter.annotation
         simple = hint in WORDS or get_origin(hint) is Literal
@@ -177,4 +179,6 @@ def _kinds(function: Callable[..., Any]) -> Iterator[tuple[str, tuple[Any, ...]]
 
 def _described(kind: Any) -> str:
     """A type in words; empty if it cannot be checked."""
-    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else WORDS.get(kind, "")
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return WORDS.get(kind, "")

@@ -1,4 +1,4 @@
-"""The argument ``data=``: the prefix of a dataset, a text, or a ``datasets.Dataset``, which becomes a text first."""
+"""The argument ``data=``: the prefix of a dataset, a text, or a ``datasets.Dataset``, which is first written as text."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from hpclm.config.checks import shown
 
 
 class TextDataset(Protocol):
-    """A ``datasets.Dataset`` of Hugging Face's."""
+    """The part of Hugging Face's ``datasets.Dataset`` that hpclm uses."""
 
     @property
     def column_names(self) -> Any:
-        """Its columns; one must be ``text``."""
+        """Names of the columns; one must be ``text``."""
 
     def iter(self, batch_size: int) -> Iterator[Any]:
-        """Its rows, as mappings of columns to lists."""
+        """Batches of rows, as mappings of columns to lists."""
         ...
 
 
@@ -31,14 +31,15 @@ Data = str | os.PathLike[str] | TextDataset
 ROWS = 1000
 
 
-def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfig) -> list[str]:
-    """Settings to train ``run`` on ``data``. A text without a dataset is tokenized into one first.
+def data_settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfig) -> list[str]:
+    """Settings to train ``run`` on ``data``. A text without a dataset is first tokenized into one.
 
     ``tokenizer``: see ``text_dataset.named_dataset``. ConfigError for data that cannot be read.
     """
     from hpclm.preprocess import text_dataset
 
-    tokenizer = None if tokenizer is None else os.fspath(tokenizer)
+    if tokenizer is not None:
+        tokenizer = os.fspath(tokenizer)
     if not isinstance(data, (str, os.PathLike)):
         return _of_rows(data, tokenizer, run)
     try:
@@ -51,17 +52,17 @@ def settings(data: Data, tokenizer: str | os.PathLike[str] | None, run: RunConfi
 
 
 def refuse_second(data: Data, changes: Sequence[str]) -> None:
-    """ConfigError if one of ``changes``, as words, says which data is read, as ``data`` does."""
+    """ConfigError if one of ``changes``, words key=value, also selects the data."""
     from hpclm.preprocess import text_dataset
 
     name = os.fspath(data) if isinstance(data, (str, os.PathLike)) else "…"
-    text_dataset.refuse_second_data(name, compose.named([*changes]))
+    text_dataset.refuse_second_data(name, compose.keys_set([*changes]))
 
 
 def _of_rows(data: TextDataset, tokenizer: str | None, run: RunConfig) -> list[str]:
     if not hasattr(data, "iter") and not isinstance(getattr(data, "column_names", None), dict):
         raise ConfigError(
-            "data= takes the prefix of a dataset, a text file or a datasets.Dataset, which has from_pandas and from_list, "
+            "data= takes the prefix of a dataset, a text file or a datasets.Dataset (see its from_pandas and from_list), "
             f"not {type(data).__name__}"
         )
     from hpclm.preprocess import text_dataset
@@ -82,11 +83,11 @@ def _write_rows(data: TextDataset, path: Path) -> str:
         for batch in data.iter(batch_size=ROWS):
             rows: Mapping[str, list[str]] = batch
             if "text" not in rows:
-                raise ConfigError(f"data must have a column 'text', not {[*rows]}; rename_column(name, 'text')")
+                raise ConfigError(f"data must have a column 'text', not {[*rows]}; use rename_column(name, 'text')")
             for text in rows["text"]:
                 try:
                     line = json.dumps({"text": text}) + "\n"
-                except (TypeError, ValueError):  # bytes, for example
+                except (TypeError, ValueError):  # such as bytes
                     raise ConfigError(f"data must have text in its column 'text', not {type(text).__name__}") from None
                 digest.update(line.encode())
                 file.write(line)

@@ -6,7 +6,7 @@ from pathlib import Path
 from hpclm.api import live
 from hpclm.api.checked import checked
 from hpclm.api.dataset import Data
-from hpclm.api.options import Base, Change, Options
+from hpclm.api.options import Base, Change, RunKeywords
 from hpclm.api.run import Run
 from hpclm.base import paths
 from hpclm.config import RunConfig
@@ -26,23 +26,23 @@ def train(
     device: str | None = None,
     resume_step: int | None = None,
 ) -> Run:
-    """Train a model in this process, on one GPU or the CPU. The same call continues a run that was stopped.
+    """Train a model in this process, on one GPU or the CPU. The same call continues a stopped run.
 
     >>> run = hpclm.train("small", data="text.jsonl", steps=200)
     >>> run = hpclm.train("small", {"model.layers": 6}, "optim.weight_decay=0.1", data="text.jsonl", out="runs/six")
 
-    A notebook shows the loss live; a terminal, a progress bar. An interrupt saves, then raises KeyboardInterrupt.
+    A notebook shows the loss live; a terminal shows a progress bar. An interrupt saves, then raises KeyboardInterrupt.
 
     Args:
         base: a preset ("small"), a settings file, settings, or the directory of a run to continue.
-        changes: settings on top of it, as {"optim.lr": 1e-3}, {"optim": {"lr": 1e-3}} or "optim.lr=1e-3".
+        changes: settings that override ``base``, as {"optim.lr": 1e-3}, {"optim": {"lr": 1e-3}} or "optim.lr=1e-3".
         data: the prefix of a dataset; a text that `hpclm preprocess` reads; or a datasets.Dataset with a column "text". Text
             is tokenized once, into a folder `datasets` beside the run, and model.vocab_size is set to fit.
         tokenizer: for text: "bytes" (each byte is a token), a tokenizer.json, a sentencepiece .model file, or
             "package.module:Name". The default is the base's data.tokenizer, else "bytes".
         steps: number of optimizer steps (budget.steps), instead of the base's budget.
         lr: peak learning rate (optim.lr).
-        seed: of initial weights, dropout and sample order (seed).
+        seed: seed of initial weights, dropout and sample order (seed).
         out: the run directory (out); by default runs/NAME.
         device: "auto", "cpu" or "cuda" (engine.device).
         resume_step: the step of the checkpoint to continue from, instead of the newest.
@@ -51,10 +51,10 @@ def train(
         The run.
 
     Raises:
-        ConfigError: everything that is wrong with the settings; other errors are HpclmError.
+        ConfigError: all problems with the settings; other errors are HpclmError.
         KeyboardInterrupt: after a signal; the run has saved, and `hpclm.open` opens it.
     """
-    options = Options(steps, lr, seed, out, device, data=data, tokenizer=tokenizer)
+    options = RunKeywords(steps, lr, seed, out, device, data=data, tokenizer=tokenizer)
     run = options.run(base, changes)
     live.train(run, resume_step)
     return Run(run.out)
@@ -77,15 +77,15 @@ def submit(
     device: str | None = None,
     resume_step: int | None = None,
 ) -> Run:
-    """Submit a job that trains a model, to Slurm or the scheduler of job.cluster. The same call continues a run that was stopped.
+    """Submit a job that trains a model, to Slurm or the scheduler of job.cluster. The same call continues a stopped run.
 
     >>> run = hpclm.submit("gpt2-124m", data="data/mine_text_document", nodes=2, gpus=8, time="12:00:00")
     >>> run.status
     'waiting'
 
     Args:
-        base: as for `hpclm.train`, like all arguments that are not listed here.
-        changes: see there; those of the job are "job.…".
+        base: see `hpclm.train`, also for all arguments that are not listed here.
+        changes: settings that override ``base``; settings of the job are "job.…".
         nodes: number of nodes (job.nodes).
         gpus: GPUs, and processes, of each node (job.gpus).
         time: time limit, in Slurm's format (job.time).
@@ -95,14 +95,14 @@ def submit(
         The run. Its job has been queued.
 
     Raises:
-        ConfigError: everything that a start would refuse, before anything is queued.
+        ConfigError: all problems that would prevent the start; nothing is queued.
         LockedError: a job of this run is queued or running.
     """
     from hpclm.launch.arguments import whole
     from hpclm.launch.submit import from_python, queue_of
 
-    options = Options(steps, lr, seed, out, device, nodes, gpus, time, partition, data, tokenizer)
-    queue_of(options.compose(base, changes).job)  # before a dataset is written
+    options = RunKeywords(steps, lr, seed, out, device, nodes, gpus, time, partition, data, tokenizer)
+    queue_of(options.compose(base, changes).job)  # refuse wrong settings before a dataset is written
     run = whole(options.run(base, changes))
     from_python(run, resume_step)
     return Run(run.out)
@@ -118,24 +118,24 @@ def settings(
     out: str | os.PathLike[str] | None = None,
     device: str | None = None,
 ) -> RunConfig:
-    """The settings of a run, checked and immutable; arguments as for `hpclm.train`.
+    """The settings of a run, checked and immutable. See `hpclm.train` for the arguments.
 
     >>> hpclm.settings("small", {"optim.lr": 1e-3}).diff(hpclm.settings("small"))
     {}
 
     Raises:
-        ConfigError: everything that is wrong with them.
+        ConfigError: all problems with the settings.
     """
-    return Options(steps, lr, seed, out, device).compose(base, changes)
+    return RunKeywords(steps, lr, seed, out, device).compose(base, changes)
 
 
 @checked
-def open(run: str | os.PathLike[str]) -> Run:  # as gzip.open and others
-    """The run in the directory ``run``, or in the one of that name below runs; it may be running.
+def open(run: str | os.PathLike[str]) -> Run:  # shadows the builtin, like gzip.open
+    """The run in the directory ``run``, or with this name below runs. It may be running.
 
     >>> run = hpclm.open("runs/small")
 
     Raises:
-        ConfigError: it is not a run directory; names those that are.
+        ConfigError: ``run`` is not a run directory; the message names run directories.
     """
     return Run(runs.resolve(paths.expanded(os.fspath(run)), Path("runs")))

@@ -1,4 +1,4 @@
-"""The keywords and changes that hpclm's functions take, as settings of a run."""
+"""Turn the keywords and changes of hpclm's functions into settings of a run."""
 
 import math
 import os
@@ -30,8 +30,8 @@ KEY = re.compile(r"[A-Za-z_][\w.-]*")
 
 
 @dataclass(frozen=True)
-class Options:
-    """The keywords of hpclm.settings, train, submit and sweep that describe the run; None: as in the base."""
+class RunKeywords:
+    """The keywords of hpclm.settings, train, submit and sweep that describe the run; None: the base's setting."""
 
     steps: int | None = None
     lr: float | None = None
@@ -60,17 +60,18 @@ class Options:
         if self.steps is not None:
             yield {"budget": {"steps": self.steps, **dict.fromkeys(("samples", "tokens", "epochs", "hours"))}}
         for name, key in self.settings.items():
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 yield {key: value}
 
     def compose(self, base: Base, changes: Iterable[Change], of_data: Iterable[str] = ()) -> RunConfig:
-        """The settings ``base`` with these keywords, then ``of_data``, then ``changes``; ConfigError with every problem."""
+        """``base`` overridden by the keywords, then ``of_data``, then ``changes``; ConfigError with every problem."""
         overrides = words([*self.changes(), *of_data, *changes])
         if isinstance(base, RunConfig):
             return config.changed(base, overrides)
         if not isinstance(base, (str, os.PathLike)):
             raise ConfigError(
-                "the first argument must be a preset, a settings file, a run or settings, and changes come after it, as in "
+                "the first argument must be a preset, a settings file, a run or settings, followed by changes, as in "
                 f'hpclm.train("debug", {{"model.layers": 6}}); it is {type(base).__name__}'
             )
         try:
@@ -80,16 +81,16 @@ class Options:
         return environment.settings_with_site([path, *overrides])
 
     def run(self, base: Base, changes: Iterable[Change]) -> RunConfig:
-        """The settings as ``compose`` makes them, with the data; a text becomes a dataset first."""
+        """The settings of ``compose`` with those of ``data``, after a text has been written as a dataset."""
         run = self.compose(base, changes)
         if self.data is None:
             if self.tokenizer is not None:
                 raise ConfigError(f"tokenizer={os.fspath(self.tokenizer)!r} has no effect without data=")
             return run
-        folder.check_run_directory(Path(run.out))  # before a dataset is written
+        folder.check_run_directory(Path(run.out))  # refuse a wrong folder before a dataset is written
         dataset.refuse_second(self.data, words(changes))
         with environment.preserved():
-            of_data = dataset.settings(self.data, self.tokenizer, run)
+            of_data = dataset.data_settings(self.data, self.tokenizer, run)
         return self.compose(base, changes, of_data)
 
 
@@ -126,7 +127,7 @@ def leaves(change: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, 
 
 
 def word(key: str, value: Any) -> str:
-    """The value of a setting as a key=value word has it."""
+    """The value of a setting as text for a key=value word."""
     try:
         value_of_setting = plain(value)
     except UnfitError as error:
@@ -145,7 +146,7 @@ def word(key: str, value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value can be text: numbers can, True and nan, pandas' missing value, cannot."""
+    """Whether a value can be text. Numbers can; True cannot, nor nan, which is pandas' missing value."""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, (str, int)) and not isinstance(value, bool)
@@ -153,13 +154,15 @@ def _is_text(value: Any) -> bool:
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """ConfigError, which begins with ``what``, for values that cannot be read in the block."""
+    """ConfigError, which begins with ``what``, if the block cannot read a value."""
     try:
         yield
     except ConfigError:
         raise
     except RecursionError:
-        raise ConfigError(f"{what} is nested too deeply, or in itself") from None
-    except Exception as error:  # an omegaconf mapping lacks a value, a tensor its data, a number is too long for text
+        raise ConfigError(f"{what} is nested too deeply, or contains itself") from None
+    except (
+        Exception
+    ) as error:  # such as a missing value in omegaconf, a tensor without data, or a number too long for text
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(f"{what} cannot be read: {type(error).__name__}: {reason}") from None

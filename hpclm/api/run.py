@@ -1,4 +1,4 @@
-"""A run in Python: its settings, metrics and checkpoints, and what can be done with its model."""
+"""A run in Python: its settings, metrics and checkpoints, and functions that use its model."""
 
 import html
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from hpclm import config
 from hpclm.api import live
 from hpclm.api.checked import TEXTS, UnfitError, checked, fitted, positive
-from hpclm.api.options import Change, Options, words
+from hpclm.api.options import Change, RunKeywords, words
 from hpclm.base import extras, files, paths
 from hpclm.base.errors import ConfigError, unread
 from hpclm.config import RunConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Prompt = TypeVar("Prompt", str, list[str])
-PATIENCE = 5.0  # seconds a scheduler may take
+PATIENCE = 5.0  # time limit in seconds for a scheduler's answer
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Checkpoint:
     validation_loss: float | None
     """In nats per token; None if the step was not evaluated."""
     healthy: bool
-    """Whether the loss was normal when it was saved."""
+    """Whether the loss was normal at this step."""
 
 
 @dataclass(frozen=True)
 class Report(os.PathLike[str]):
-    """A report page, which notebooks show inline."""
+    """The path of a report page; notebooks show the page inline."""
 
     path: Path
 
@@ -66,13 +66,13 @@ class Report(os.PathLike[str]):
 
 
 class Run(os.PathLike[str]):
-    """A run and its directory. ``hpclm.train``, ``hpclm.submit`` and ``hpclm.open`` return it; it reads the files when asked.
+    """A run and its directory, from ``hpclm.train``, ``hpclm.submit`` or ``hpclm.open``. Each attribute reads the run's files anew.
 
     >>> run = hpclm.open("runs/small")
     >>> run.metrics.plot(x="step", y="loss")
     >>> run.generate("Once upon", tokens=50)
 
-    Everything that reads its model takes changes to the run's settings, such as {"engine.device": "cpu"}.
+    Methods that load the model take changes to the run's settings, such as {"engine.device": "cpu"}.
     """
 
     @checked
@@ -83,13 +83,19 @@ class Run(os.PathLike[str]):
     def __fspath__(self) -> str:
         """The run directory, relative if it is inside the current folder."""
         here = Path.cwd()
-        return files.shown(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
+        if self.path.is_relative_to(here):
+            return files.shown(self.path.relative_to(here))
+        return files.shown(self.path)
 
     def __repr__(self) -> str:
         status = self._status()
         loss = status.run.summary.get("loss")
-        step = "" if "step" in status.how() else f", step {status.run.step}"
-        return f"Run({os.fspath(self)!r}): {status.how()}{step}{f', loss {loss:.4f}' if loss else ''}"
+        text = f"Run({os.fspath(self)!r}): {status.how()}"
+        if "step" not in status.how():
+            text += f", step {status.run.step}"
+        if loss:
+            text += f", loss {loss:.4f}"
+        return text
 
     @property
     def status(self) -> str:
@@ -98,17 +104,17 @@ class Run(os.PathLike[str]):
 
     @property
     def settings(self) -> RunConfig:
-        """All settings; shows those that differ from the defaults. `run.settings.diff(other.settings)` compares two runs."""
+        """All settings; printing them shows the changed ones only. `run.settings.diff(other.settings)` compares two runs."""
         return config.load(os.fspath(self))
 
     @property
     def metrics(self) -> "DataFrame":
         """A pandas DataFrame: a row for each step (`step`, `loss`, `lr`, …) and each evaluation (`validation_loss`).
 
-        ConfigError if pandas is not installed; `rows` does without.
+        ConfigError if pandas is not installed; `rows` does not need it.
         """
         if problem := extras.missing("run.metrics", "pandas"):
-            raise ConfigError(f"{problem}; without it, run.rows has the same as dicts")
+            raise ConfigError(f"{problem}; without it, run.rows has the same rows as dicts")
         from pandas import DataFrame
 
         return DataFrame(self.rows)
@@ -121,7 +127,7 @@ class Run(os.PathLike[str]):
         try:
             return history.by_step(self.path)
         except OSError as error:
-            raise unread(error, error.filename or self.path, "look at what it is") from error
+            raise unread(error, error.filename or self.path, "check its type and permissions") from error
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -129,10 +135,11 @@ class Run(os.PathLike[str]):
         from hpclm.checkpoint.listing import rows
 
         folder = self.path / "checkpoints"
+        if not folder.is_dir():
+            return []
+        complete = (row for row in rows(folder, verify=False) if row["state"] == "complete")
         return [
-            Checkpoint(row["step"], folder / row["name"], row["validation_loss"], row["healthy"])
-            for row in (rows(folder, verify=False) if folder.is_dir() else ())
-            if row["state"] == "complete"
+            Checkpoint(row["step"], folder / row["name"], row["validation_loss"], row["healthy"]) for row in complete
         ]
 
     @checked
@@ -148,20 +155,20 @@ class Run(os.PathLike[str]):
         seed: int = 0,
         batch: int = 16,
     ) -> Prompt:
-        """The newest checkpoint's continuation of ``prompt``, without the prompt; a list gives a list.
+        """Continue ``prompt`` with the newest checkpoint. Returns the new text, or a list of texts for a list of prompts.
 
         Each call loads the model, so pass several prompts together.
 
         Args:
             prompt: text, or a list of texts.
-            changes: to the run's settings.
-            tokens: new tokens at most.
+            changes: changes to the run's settings.
+            tokens: maximum number of new tokens.
             temperature: 0 takes the most likely token.
             top_k: sample from this many most likely tokens; None: all.
             top_p: sample from the most likely tokens up to this probability.
             stop: a text to stop before, or several.
-            seed: same seed, same text.
-            batch: number of prompts that are continued together.
+            seed: the same seed gives the same text.
+            batch: number of prompts per batch.
         """
         from hpclm.inference.generation_settings import Limits, Sampling
 
@@ -169,8 +176,9 @@ class Run(os.PathLike[str]):
             prompts = [fitted(prompt, str)] if isinstance(prompt, str) else fitted(prompt, TEXTS)
         except UnfitError:
             raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}") from None
-        if problem := next((shown(text) for text in prompts if not is_utf8(text)), None):
-            raise ConfigError(f"the prompt {problem} holds half a character (a lone surrogate)")
+        broken = [shown(text) for text in prompts if not is_utf8(text)]
+        if broken:
+            raise ConfigError(f"the prompt {broken[0]} holds half a character (a lone surrogate)")
         positive(batch=batch)
         limits = Limits(tokens, (stop,) if isinstance(stop, str) else tuple(stop))
         sampling = Sampling(temperature, top_k, top_p, seed)
@@ -194,15 +202,15 @@ class Run(os.PathLike[str]):
         samples: int | None = None,
         tokens: int | None = None,
     ) -> dict[str, float | int | str]:
-        """How well the newest checkpoint predicts held-out data: loss in nats per token, perplexity, and what was measured.
+        """Measure the newest checkpoint on held-out data. Returns the loss in nats per token, the perplexity, and the data measured.
 
         Args:
-            changes: to the run's settings.
-            part: of the run's data: valid, test or train.
+            changes: changes to the run's settings.
+            part: part of the run's data: valid, test or train.
             text: the path of a text or .jsonl file to read instead.
             data: the prefix of a dataset to read instead.
-            samples: of the part; None: all.
-            tokens: of the text or dataset, about; None: all.
+            samples: number of samples to read of the part; None: all.
+            tokens: approximate number of tokens to read of the text or dataset; None: all.
         """
         from hpclm.inference.evaluation import on_documents, on_part
 
@@ -215,7 +223,7 @@ class Run(os.PathLike[str]):
                 return on_part(self.path, words(changes), part, samples)
         if samples is not None or (text is not None and data is not None):
             raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
-        file, prefix = (None if path is None else paths.expanded(os.fspath(path)) for path in (text, data))
+        file, prefix = (path if path is None else paths.expanded(os.fspath(path)) for path in (text, data))
         if file is not None and not files.is_file(Path(file)):
             raise ConfigError(f"text={file!r} does not exist; text= takes the path of a text or .jsonl file")
         with live.computing():
@@ -225,15 +233,16 @@ class Run(os.PathLike[str]):
     def report(
         self, output: str | os.PathLike[str] | None = None, images: bool = False, samples: str | None = None
     ) -> Report:
-        """Write a page of where the run came from, its curves and attempts, and show it in a notebook; see `hpclm report`.
+        """Write a page about the run, with its origin, curves and attempts. A notebook shows the page. See `hpclm report`.
 
         Args:
             output: the page; by default report.html in the run directory.
             images: also write the charts as images beside it.
             samples: a text that the models of some checkpoints continue.
         """
-        page = self.path / "report.html" if output is None else output
-        return Report.written([self.path], page, images, samples)
+        if output is None:
+            output = self.path / "report.html"
+        return Report.written([self.path], output, images, samples)
 
     @checked
     def convert(
@@ -244,12 +253,12 @@ class Run(os.PathLike[str]):
         shard_gb: float = 5.0,
         allow_nan: bool = False,
     ) -> Path:
-        """Write the newest checkpoint's weights and tokenizer for Hugging Face transformers, or for llama.cpp; the target.
+        """Write the newest checkpoint's weights and tokenizer for Hugging Face transformers or llama.cpp. Returns the target.
 
         Args:
             target: a folder, or a file that ends with .gguf; it must not exist.
-            changes: to the run's settings.
-            dtype: of the weights.
+            changes: changes to the run's settings.
+            dtype: type of the weights.
             shard_gb: maximum size of a file.
             allow_nan: also write weights that are not finite.
         """
@@ -264,25 +273,25 @@ class Run(os.PathLike[str]):
 
     @checked
     def resume(self, *changes: Change, steps: int | None = None, resume_step: int | None = None) -> "Run":
-        """Continue training in this process, with changes to the settings if any: `run.resume(steps=400)`.
+        """Continue training in this process, optionally with changes to the settings: `run.resume(steps=400)`.
 
         Args:
-            changes: to the run's settings.
+            changes: changes to the run's settings.
             steps: the last step, instead of the run's budget.
             resume_step: the step of the checkpoint to continue from, instead of the newest.
         """
-        live.train(Options(steps=steps).compose(self, changes), resume_step)
+        live.train(RunKeywords(steps=steps).compose(self, changes), resume_step)
         return self
 
     @checked
     def cancel(self, now: bool = False, wait: float = 300) -> "Run":
-        """Have the run's jobs or processes save and exit, and wait until they have, as `hpclm cancel` does; `resume` continues it.
+        """Make the run's jobs or processes save and exit, and wait for them; see `hpclm cancel`. `resume` continues the run.
 
-        If the run is not running, its status is printed. ConfigError if this process trains it: interrupt the call instead.
+        If the run is not running, its status is printed. ConfigError if this process trains it: interrupt that call instead.
 
         Args:
-            now: end it without saving.
-            wait: for this many seconds at most, then raise HpclmError.
+            now: end the run without saving.
+            wait: maximum number of seconds to wait; then HpclmError is raised.
         """
         from hpclm.launch import cancel
 

@@ -23,13 +23,13 @@ def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequenc
     True
 
     Args:
-        name: the code as module:name; the module is found as Python finds it here.
+        name: the code as module:name; Python must be able to import the module here.
         changes: settings of the toy that trains.
         kind: the kind of code, if it is ambiguous: "block", "optimizer", "source", "schedule", "engine", "tokenizer" or "sink".
         only: names of the layouts to test, such as "tensor 2"; all by default.
 
     Returns:
-        The result of each layout; shown as on the command line.
+        The result of each layout. Printing it shows the same lines as the command.
 
     Raises:
         ConfigError: the code cannot be found, or does not work in one process.
@@ -52,7 +52,7 @@ def selftest(name: str, *changes: Change, kind: str | None = None, only: Sequenc
 
 
 def _folders(name: str) -> list[Path]:
-    """The folder with the module of ``name``."""
+    """The folder that contains the module of ``name``; empty if Python finds none."""
     top = name.partition(":")[0].partition(".")[0]
     try:
         spec = find_spec(top) if top.isidentifier() else None

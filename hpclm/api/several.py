@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpclm.api import live
 from hpclm.api.checked import PATH, UnfitError, checked, fitted, plain, positive
 from hpclm.api.dataset import Data
-from hpclm.api.options import Base, Change, Options, leaves, readable, word
+from hpclm.api.options import Base, Change, RunKeywords, leaves, readable, word
 from hpclm.api.run import PATIENCE, Report, Run
 from hpclm.base import extras, files, paths, terminal
 from hpclm.base.errors import ConfigError, HpclmError, Interrupted
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Runs = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-"""A run or several, by their objects, directories, names below runs, or patterns of these."""
+"""One run or several: Run objects, directories, names below runs, or patterns of names."""
 
 
 @checked
@@ -47,23 +47,23 @@ def sweep(
     >>> hpclm.compare(runs)
     >>> hpclm.report(runs)
 
-    The same call continues a sweep that was stopped: runs that are done are skipped. All settings are checked before the first run
-    starts. A run that fails does not end the others: its error is printed, and its `status` says so.
+    The same call continues a stopped sweep and skips finished runs. All settings are checked before the first run starts. If a run
+    fails, its error is printed, its `status` is "failed", and the others continue.
 
     Args:
-        base: as for `hpclm.train`, like all arguments that are not listed here.
-        values: the values of each setting, as {"optim.lr": [1e-3, 3e-3], "seed": [1, 2]}, which is four runs, or "optim.lr=1e-3,3e-3".
+        base: see `hpclm.train`, also for all arguments that are not listed here.
+        values: the values of each setting: {"optim.lr": [1e-3, 3e-3], "seed": [1, 2]} for four runs, or "optim.lr=1e-3,3e-3".
         changes: settings of all runs.
         out: the common part of the run directories (out); by default runs/NAME. Each ends in its values: runs/small-lr-0.001.
-        parallel: how many runs to train at a time, in separate processes, each on separate GPUs or CPU cores, instead of in this
+        parallel: number of runs to train at a time, in separate processes with separate GPUs or CPU cores. None: train in this
             process.
 
     Returns:
         The runs, in the order of the values.
 
     Raises:
-        ConfigError: everything that is wrong with the settings of any run.
-        KeyboardInterrupt: after a signal; the run that trained has saved, and no other was started.
+        ConfigError: all problems with the settings of any run.
+        KeyboardInterrupt: after a signal; the current run has saved, and no other run was started.
     """
     from hpclm.launch import arguments
     from hpclm.launch import sweep as launcher
@@ -73,8 +73,8 @@ def sweep(
     launcher.check_alone()
     axes = _axes(values)
     variants = arguments.combinations(axes, f"the sweep over {', '.join(key for key, _ in axes)}")
-    options = Options(steps, lr, seed, out, device, data=data, tokenizer=tokenizer)
-    for variant in variants:  # before a dataset is written
+    options = RunKeywords(steps, lr, seed, out, device, data=data, tokenizer=tokenizer)
+    for variant in variants:  # refuse wrong settings before a dataset is written
         options.compose(base, [*changes, *variant.overrides])
     composed = [options.run(base, [*changes, *variant.overrides]) for variant in variants]
     runs = launcher.checked([arguments.varied(run, variant) for run, variant in zip(composed, variants, strict=True)])
@@ -87,8 +87,10 @@ def sweep(
 
 @checked
 def compare(runs: Runs) -> "DataFrame":
-    """A pandas DataFrame with a row for each run, the best first: the settings that differ between the runs, and `status`,
-    `steps`, `loss` (of the last step), `training_loss` (the mean of the last steps), `validation_loss` (the best), `tokens_per_second`.
+    """A pandas DataFrame with a row for each run, the best first.
+
+    Its columns are the settings that differ between the runs, and `status`, `steps`, `loss` (last step), `training_loss` (mean of the
+    last steps), `validation_loss` (the best) and `tokens_per_second`.
 
     >>> hpclm.compare(runs).plot.scatter("optim.lr", "validation_loss")
 
@@ -108,10 +110,7 @@ def compare(runs: Runs) -> "DataFrame":
 
 @checked
 def report(
-    runs: Runs,
-    output: str | os.PathLike[str] | None = None,
-    images: bool = False,
-    samples: str | None = None,
+    runs: Runs, output: str | os.PathLike[str] | None = None, images: bool = False, samples: str | None = None
 ) -> Report:
     """Write a page that compares runs, the best first, and show it in a notebook; see `hpclm report`.
 
@@ -131,7 +130,7 @@ def report(
 
 
 def _axes(swept: Mapping[str, Any] | str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The settings of a sweep with their values, each as text and as it is in a run's name."""
+    """The settings of a sweep, each with its values as pairs: the text of the setting, and the text in a run's name."""
     from hpclm.launch import arguments
 
     if isinstance(swept, str):
@@ -146,7 +145,7 @@ def _axes(swept: Mapping[str, Any] | str) -> list[tuple[str, list[tuple[str, str
 
 
 def _axis(key: str, listed: Any) -> tuple[str, list[tuple[str, str]]]:
-    """A setting of a sweep with its values, each as text and as it is in a run's name."""
+    """A setting of a sweep with its values; see _axes."""
     try:
         elements = list(listed) if isinstance(listed, range) else plain(listed)
     except UnfitError:
@@ -161,7 +160,6 @@ def _axis(key: str, listed: Any) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _in_name(value: Any) -> str:
-    """A plain value as it is in the name of its run."""
     if isinstance(value, Mapping):
         return "-".join(f"{key}-{_in_name(inner)}" for key, inner in value.items())
     if isinstance(value, float) and math.isfinite(value):
@@ -170,22 +168,24 @@ def _in_name(value: Any) -> str:
 
 
 def _train_here(runs: list[RunConfig]) -> None:
-    """Train runs in this process, one after another."""
     from hpclm.launch.arguments import whole
     from hpclm.launch.done import diverged, nothing_left
 
     for number, run in enumerate(runs, 1):
         title = f"run {number} of {len(runs)}  {files.shown(run.out)}"
-        if ending := nothing_left(run):
-            terminal.say(f"{title}: {ending}; skipped", file=sys.stderr)
-        elif ending := diverged(whole(run)):
-            terminal.say(f"{title}: {ending}; not started again with the same settings", file=sys.stderr)
-        else:
-            terminal.say(title, file=sys.stderr)
-            try:
-                live.train(run, None)
-            except HpclmError as error:
-                terminal.say(f"{title}: {terminal.line(error)}", file=sys.stderr)
+        done = nothing_left(run)
+        if done:
+            terminal.say(f"{title}: {done}; skipped", file=sys.stderr)
+            continue
+        failed = diverged(whole(run))
+        if failed:
+            terminal.say(f"{title}: {failed}; not started again with the same settings", file=sys.stderr)
+            continue
+        terminal.say(title, file=sys.stderr)
+        try:
+            live.train(run, None)
+        except HpclmError as error:
+            terminal.say(f"{title}: {terminal.line(error)}", file=sys.stderr)
 
 
 def _train_in_processes(runs: list[RunConfig], parallel: int) -> None:
@@ -201,7 +201,6 @@ def _train_in_processes(runs: list[RunConfig], parallel: int) -> None:
 
 
 def _paths(runs: Runs) -> list[Path]:
-    """The run directories of ``runs``."""
     single = isinstance(runs, (str, os.PathLike)) or getattr(runs, "ndim", None) == 0
     try:
         given: Iterable[Any] = [runs] if single else list(runs)  # type: ignore[arg-type]

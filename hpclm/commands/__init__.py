@@ -1,1 +1,1 @@
-"""Verbs of the command line, one file each; `hpclm VERB`."""
+"""The commands of the command line, one file each."""

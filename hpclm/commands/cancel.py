@@ -1,4 +1,4 @@
-"""``hpclm cancel``: have runs save and exit, and keep Slurm from starting them again."""
+"""``hpclm cancel``: make runs save and exit, and keep Slurm from starting them again."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from hpclm.rundir import runs
 
 
 def main(run: list[str], runs_folder: Path, now: bool, wait: float) -> int:
-    """End runs, and wait until they have ended."""
+    """End the runs, and wait for their jobs and processes to exit."""
     return cancel.cancel(runs.choose(run, runs_folder), now, wait)
 
 

@@ -20,7 +20,8 @@ def main(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
     for row in listing.rows(folder, verify=not no_verify):
         listed.append(row)
         say(json.dumps(row) if as_json else listing.line(row), flush=True)
-    if not as_json and (way_back := listing.to_go_back(folder, listed)):
+    way_back = listing.to_go_back(folder, listed)
+    if way_back and not as_json:
         say(way_back)
     listing.check_usable(folder, listed)
     return 0

@@ -25,7 +25,6 @@ def parser() -> Parser:
 
 
 def _all_commands() -> Parser:
-    """One parser that has every command as a subcommand."""
     whole = Parser(prog="hpclm")
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers()
@@ -39,14 +38,13 @@ def _all_commands() -> Parser:
 
 
 def _of_resume() -> Parser:
-    """A run, then everything that ``hpclm submit`` takes, to which resume passes it on."""
     run = Parser(prog="hpclm resume")
     run.add_run()
     return Parser(parents=[run, cli.parser("submit")], add_help=False, conflict_handler="resolve", prog="hpclm resume")
 
 
 def _of_request() -> Parser:
-    """Runs, then what is requested: shells complete both in each place, since they do not know which run is the last."""
+    """The parser of runs and a request. Shells complete both everywhere, because any word may be the last run."""
     whole = Parser(prog="hpclm request")
     completed(whole.add_argument("run", nargs="+"), "requests")
     whole.add_runs_folder()

@@ -18,7 +18,7 @@ DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint6
 def main(command: Callable[..., None], **options: Any) -> int:
     """Run one of the five subcommands."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # documents are in scripts that a terminal may not know
+        sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack characters of documents
     command(**options)
     return 0
 
@@ -31,7 +31,7 @@ def inspect(
     tokenizer: str | None,
     tokenizer_files: list[str],
 ) -> None:
-    """Print what is in a dataset."""
+    """Print the counts, lengths, tokenizer and first documents of a dataset."""
     if tokenizer_files and not tokenizer:
         raise UsageError("--tokenizer-files goes with --tokenizer")
     if histogram and histogram.suffix not in (".svg", ".png"):
@@ -46,7 +46,7 @@ def inspect(
 
 
 def verify(prefix: list[str], vocab_size: int | None) -> None:
-    """Verify datasets."""
+    """Print the result of verifying each dataset."""
     from hpclm.data.indexed import IndexedDataset
     from hpclm.preprocess.verify import verification_summary, verify
 
@@ -90,7 +90,7 @@ def merge(
 
 
 def _for_each(names: Sequence[str], act: Callable[[str], str]) -> None:
-    """Print what ``act`` returns for each dataset; problems of all of them are raised at the end."""
+    """Print the result of ``act`` for each dataset; at the end, ConfigError with the problems of all datasets."""
     from hpclm.preprocess.verify import prefixes
 
     problems = []

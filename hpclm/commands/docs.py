@@ -1,4 +1,4 @@
-"""``hpclm docs``: the pages of the documentation and the explanations of settings, without a network."""
+"""``hpclm docs``: show pages of the documentation and explanations of settings, without a network."""
 
 import pydoc
 import shutil
@@ -25,8 +25,8 @@ def parser() -> Parser:
     """The parser of ``hpclm docs``."""
     options = Parser(
         prog="hpclm docs",
-        description="Show a page of the documentation, the explanation of a setting, or the pages with some words, best first. Without "
-        "TOPIC, list the pages.",
+        description="Show a page of the documentation, the explanation of a setting, or the pages that contain your words, best first. "
+        "Without TOPIC, list the pages.",
     )
     topic = "a page (reliability), a setting (optim.lr), a section of settings (optim., log), or any words (loss scale)"
     completed(options.add_argument("topics", nargs="*", metavar="TOPIC", help=topic), "topics")

@@ -12,7 +12,7 @@ from hpclm.parser import Parser
 
 
 def main(as_json: bool, ranks: bool) -> int:
-    """Print the facts of this process, and what they say is wrong."""
+    """Print the facts about this process, with problems and hints; returns 1 if there are problems."""
     logging.basicConfig(level=logging.ERROR)
     problems: list[str] = []
     try:
@@ -41,9 +41,9 @@ def parser() -> Parser:
     options = Parser(
         prog="hpclm doctor",
         description="Show this process's versions, devices, network, limits and launcher, and the problems. "
-        "Under srun, mpirun or torchrun, the first process shows everything, and the others print a line each.",
-        epilog="exit codes: 0 nothing would stop a run · 1 something would",
+        "Under srun, mpirun or torchrun, the first process shows everything, and each other process prints one line.",
+        epilog="exit codes: 0 nothing would stop a run · 1 a problem would stop a run",
     )
-    options.add_json("print everything as JSON, an object for each process")
-    options.add_argument("--ranks", action="store_true", help="print only a line for each process")
+    options.add_json("print everything as JSON, one object per process")
+    options.add_argument("--ranks", action="store_true", help="print only one line per process")
     return options

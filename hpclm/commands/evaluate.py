@@ -1,4 +1,4 @@
-"""``hpclm evaluate``: how well a run's model predicts held-out data, a text or a dataset, or does at tasks."""
+"""``hpclm evaluate``: measure a run's model on held-out data, a text, a dataset or tasks."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from hpclm.parser import Parser, whole
 from hpclm.rundir import runs
 from hpclm.rundir.rows import finite
 
-PATIENCE = 5.0  # seconds a scheduler may take
+PATIENCE = 5.0  # time limit in seconds for a scheduler's answer
 
 
 def main(
@@ -39,7 +39,7 @@ def main(
     as_json: bool,
     typed: list[str],
 ) -> int:
-    """Print the figures of a checkpoint, or score all checkpoints of a run."""
+    """Print the loss or the scores of a checkpoint, or score all checkpoints of a run."""
     documents = bool(text or data)
     if documents and samples is not None:
         raise UsageError("--samples is for --part and --tasks; use --tokens")
@@ -89,14 +89,14 @@ def parser() -> Parser:
         "lm-evaluation-harness.",
     )
     add = options.add_argument
-    options.add_run(type=str)  # to be expanded, and named as it was typed
+    options.add_run(type=str)  # main expands it; --submit needs the word as it was typed
     options.add_settings("settings that differ from the run's own", default=[])
     what = options.add_mutually_exclusive_group()
     parts = "valid, test, train, or valid/NAME of data.validation (default: valid)"
     what.add_argument("--part", default="valid", metavar="PART", help=parts)
     text = 'a text, or .jsonl with {"text": ...} on each line; - reads standard input'
     what.add_argument("--text", type=paths.option, metavar="FILE", help=text)
-    add("--format", choices=["text", "jsonl"], help="with --text: what FILE holds; default: by its name and content")
+    add("--format", choices=["text", "jsonl"], help="with --text: format of FILE; default: by its name and content")
     what.add_argument(
         "--data",
         type=paths.option,

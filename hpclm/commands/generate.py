@@ -31,7 +31,7 @@ def main(
     seed: int,
     as_json: bool,
 ) -> int:
-    """Print what follows the prompts, or converse."""
+    """Print continuations of the prompts, or continue texts interactively."""
     if prompts and (prompt is not None or interactive):
         raise UsageError("--prompts goes with neither --prompt nor --interactive")
     if prompt is None and not prompts and not interactive:
@@ -57,9 +57,12 @@ def main(
     for done in completer.complete_all(given, batch, limits, sampling):
         if as_json or prompts:
             print(json.dumps(vars(done)), flush=True)
-        else:  # a model may have learned, or make up, what steers a terminal
-            text = done.prompt + done.text
-            say(text) if sys.stdout.isatty() else print(text)
+            continue
+        text = done.prompt + done.text
+        if sys.stdout.isatty():
+            say(text)  # the text may contain control characters
+        else:
+            print(text)
     return 0
 
 
@@ -72,21 +75,17 @@ def parser() -> Parser:
     add("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     prompts = 'one prompt per line (.jsonl: {"prompt": TEXT}); - reads standard input; prints a JSON object for each'
     add("--prompts", type=paths.option, metavar="FILE", help=prompts)
-    add(
-        "--format",
-        choices=["lines", "jsonl"],
-        help="with --prompts: what FILE holds; default: by its name and content",
-    )
+    add("--format", choices=["lines", "jsonl"], help="with --prompts: format of FILE; default: by its name and content")
     interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /help lists commands"
     add("--interactive", action="store_true", help=interactive)
     add("--batch", type=whole(1), default=16, help="prompts per batch (default: 16)")
-    add("--tokens", type=int, default=100, help="new tokens at most (default: 100)")
+    add("--tokens", type=int, default=100, help="maximum number of new tokens (default: 100)")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
     add("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")
     top_k = "sample from this many most likely tokens; 0: all (default: 50)"
     add("--top-k", "--top", type=whole(0), default=50, help=top_k)
     top_p = "sample from the most likely tokens up to this probability (default: 1)"
     add("--top-p", type=float, default=1.0, help=top_p)
-    add("--seed", type=int, default=0, help="same seed, same text (default: 0)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     options.add_json("print a JSON object: prompt, text, tokens, finish")
     return options

@@ -11,14 +11,14 @@ from hpclm.parser import Parser, whole
 from hpclm.rundir import logs
 from hpclm.rundir import runs as folders
 
-FOLLOWED = 20  # lines that following begins with
-PATIENCE = 5.0  # seconds squeue may take
+FOLLOWED = 20  # lines that -f prints first
+PATIENCE = 5.0  # time limit in seconds for squeue
 
 
 def main(
     run: str, runs_folder: Path, follow: bool, rank: int | None, job: bool, grep: str | None, lines: int | None
 ) -> int:
-    """Print lines of a log, and those that are added with ``follow``."""
+    """Print lines of a log; with ``follow``, also new lines."""
     state = jobs.States(PATIENCE)
     out = folders.resolve(run, runs_folder)
     path = logs.find_log(out, rank, job, state, follow)

@@ -65,7 +65,9 @@ def parser() -> Parser:
     add("--nodes", "-N", **setting("job.nodes"), metavar="N", help="nodes, short for job.nodes")
     add("--gpus", **setting("job.gpus"), metavar="N", help="GPUs of each node, short for job.gpus")
     add("--memory", type=above_0, metavar="GIB", help="memory of a GPU, if it differs from the default of its kind")
-    add("--network", type=above_0, metavar="GB/S", help="gigabytes/s to other nodes for each GPU, in one direction")
+    add(
+        "--network", type=above_0, metavar="GB/S", help="gigabytes/s between each GPU and other nodes, in one direction"
+    )
     best = "the ten fastest layouts that fit, and their settings"
     add("--suggest", dest="suggest_layouts", action="store_true", help=best)
     options.add_json("for programs; bytes and seconds")
@@ -73,5 +75,5 @@ def parser() -> Parser:
 
 
 def _show(values: Any, lines: Iterator[str]) -> None:
-    """Print ``values`` as JSON; None: the lines."""
+    """Print ``values`` as JSON, or ``lines`` if there are no values."""
     say("\n".join(lines) if values is None else json.dumps(values, indent=1))

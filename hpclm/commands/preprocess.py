@@ -17,7 +17,7 @@ from hpclm.preprocess.inputs import FORMAT, LONGEST_LINE, MAX_LINE_MB
 from hpclm.preprocess.options import PreprocessOptions, PreprocessRequest, share_of, with_tokenizer_of
 from hpclm.preprocess.options import request as build_request
 
-# Megatron's --tokenizer-type: our kind, and the options that name its files
+# Megatron's --tokenizer-type -> hpclm's kind, and the options that name its files
 MEGATRON_TYPES = {
     "GPT2BPETokenizer": ("gpt2", ("vocab_file", "merge_file")),
     "BertWordPieceLowerCase": ("wordpiece_lower", ("vocab_file",)),
@@ -46,7 +46,7 @@ def request(
     dataset_impl: str,
     **given: Any,
 ) -> PreprocessRequest:
-    """The datasets to write; UsageError for options that do not go together, ConfigError for invalid inputs."""
+    """The datasets to write; UsageError for options that exclude each other, ConfigError for invalid inputs."""
     options = PreprocessOptions(**given)
     model = options.model
     if model and not options.tokenizer_files:
@@ -176,7 +176,7 @@ def _mistakes(options: PreprocessOptions) -> Iterator[str]:
 def _tokenizer_mistakes(
     options: PreprocessOptions, megatron_type: str | None, files: Mapping[str, str | None]
 ) -> Iterator[str]:
-    """Mistakes in hpclm's options for the tokenizer, or in Megatron's: a type and its ``files``."""
+    """Mistakes in hpclm's options for the tokenizer, or in Megatron's options: a type and its ``files``."""
     given = [name for name, file in files.items() if file]
     if not megatron_type:
         if given:

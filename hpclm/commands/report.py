@@ -1,4 +1,4 @@
-"""``hpclm report``: one run, or several compared, as a page and as images."""
+"""``hpclm report``: write a page and images about one run, or a comparison of several."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from hpclm.rundir import runs as folders
 
 
 def main(run: list[str], runs_folder: Path, output: Path | None, samples: str | None, no_png: bool) -> int:
-    """Write the page, and print the names of the files that were written."""
+    """Write the page and its images, and print their paths."""
     if output and output.suffix != PAGE:
         raise UsageError(f"--output {output} must end with {PAGE}")
     chosen = folders.choose(run, runs_folder)
     in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
-    images = not no_png and (in_run_folder or output is not None)  # a folder without a run gets the page only
+    images = not no_png and (in_run_folder or output is not None)  # outside a run directory, write the page only
     if output is None:
         output = chosen[0] / "report.html" if in_run_folder else Path("report.html")
     for path in write(chosen, output, images, samples, samples_of_runs):
@@ -38,12 +38,12 @@ def parser() -> Parser:
         "--output",
         type=paths.option_path,
         metavar="FILE",
-        help="the page (default: RUN/report.html; of several, or of another user's, report.html here, without images)",
+        help="the page (default: RUN/report.html; for several runs, or another user's run: report.html here, without images)",
     )
     options.add_argument(
         "--samples",
         metavar="PROMPT",
-        help="show how models continue this text: that of some checkpoints of one run, or the newest of each of several",
+        help="show how the models continue this text: some checkpoints of one run, or the newest checkpoint of each of several",
     )
     options.add_argument("--no-png", action="store_true", help="write the page only, no images beside it")
     return options

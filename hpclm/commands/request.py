@@ -1,4 +1,4 @@
-"""``hpclm request``: have runs save a checkpoint and continue, or save and stop."""
+"""``hpclm request``: ask runs to save a checkpoint and continue, or to save and stop."""
 
 from pathlib import Path
 
@@ -12,18 +12,18 @@ REQUESTS = {
     "save": ("save-now", "saving; see: hpclm checkpoints"),
     "stop": ("stop", "saved and ended; continue with: hpclm resume"),
 }
-"""Request -> the file that asks a run, and the message once the run has complied, which ends in its name."""
-PATIENCE = 5.0  # seconds that a scheduler may take to answer
+"""Request -> the name of the control file, and the message after a run has complied, which the run's name follows."""
+PATIENCE = 5.0  # time limit in seconds for a scheduler's answer
 CODES = {ExitCode.FAILED: "a run does not comply", ExitCode.INVALID: "a run is not training"}
 
 
 def main(run: list[str], request: str, wait: float, runs_folder: Path) -> int:
-    """Ask the runs, and wait until they have complied."""
+    """Send the request to the runs, and wait until they have complied."""
     if request not in REQUESTS:
         if run[0] in REQUESTS:
             raise UsageError(f"the run comes first: hpclm request RUN {run[0]}")
         raise UsageError(
-            f"{request!r} is not something to ask for; choose one of {', '.join(REQUESTS)}.{hint(request, [*REQUESTS])}"
+            f"unknown request {request!r}; choose one of {', '.join(REQUESTS)}.{hint(request, [*REQUESTS])}"
         )
     file, done = REQUESTS[request]
     return control_files.request_all(file, runs.choose(run, runs_folder), wait, done, States(PATIENCE))
@@ -39,6 +39,6 @@ def parser() -> Parser:
         epilog=f"{STOP_OR_CANCEL}\n{exit_codes(CODES)}",
     )
     options.add_run(SEVERAL, nargs="+")
-    options.add_argument("request", metavar="save|stop", help="what they should do")
-    options.add_wait("how long to wait for it")
+    options.add_argument("request", metavar="save|stop", help="what the runs should do")
+    options.add_wait("how long to wait until they have done it")
     return options

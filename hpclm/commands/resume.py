@@ -1,4 +1,4 @@
-"""``hpclm resume``: submit runs again, with their settings and the size of their last jobs, and with changes if any."""
+"""``hpclm resume``: submit runs again with their settings and the size of their last jobs, optionally with changes."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ from hpclm.rundir import runs
 
 
 def main(run: str, runs_folder: Path, resume_step: str | None, rest: list[str]) -> int:
-    """Submit runs again, with the changes that follow their names."""
+    """Submit runs again. ``rest``: more runs, then changes."""
     named, changes = resume.split([run, *rest], runs_folder)
     if resume_step is not None:
         changes = ["--from", resume_step, *changes]
@@ -25,7 +25,7 @@ def main(run: str, runs_folder: Path, resume_step: str | None, rest: list[str]) 
 
 
 def _check(words: list[str]) -> None:
-    """ConfigError, or exit code 2, for arguments of ``hpclm submit`` that no run takes."""
+    """ConfigError, or exit code 2, for words that ``hpclm submit`` refuses for any run."""
     options = cli.parser("submit")
     options.prog = "hpclm resume"
 

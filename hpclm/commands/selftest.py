@@ -1,4 +1,4 @@
-"""``hpclm selftest``: whether the user's own code learns the same in every layout of processes, and which weight differs where not."""
+"""``hpclm selftest``: test whether the user's own code learns the same in every layout of processes."""
 
 import json
 from dataclasses import asdict
@@ -41,8 +41,8 @@ def parser() -> Parser:
         "and where one does not, which weight differs, by how much, and the usual cause.",
         epilog=exit_codes(
             {
-                ExitCode.DONE: "all agree, or are refused by name",
-                ExitCode.INVALID: "one does not, or the code cannot be used",
+                ExitCode.DONE: "all layouts agree, or are refused by name",
+                ExitCode.INVALID: "a layout differs, or the code cannot be used",
             }
         ),
     )
@@ -50,7 +50,7 @@ def parser() -> Parser:
         "name", metavar="MODULE:NAME", help="mine:Block is the class Block of mine.py, in a folder of PYTHONPATH"
     )
     options.add_settings("settings of the toy: model.hidden=64")
-    options.add_argument("--kind", choices=SETTINGS, help="what it is, where that cannot be seen from it")
+    options.add_argument("--kind", choices=SETTINGS, help="kind of code, if the code itself does not show it")
     options.add_argument(
         "--only",
         action="append",

@@ -1,4 +1,4 @@
-"""``hpclm status``: the state of runs, within a second and even if the scheduler does not answer."""
+"""``hpclm status``: show the state of runs within a second, even if the scheduler does not answer."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from hpclm.parser import SEVERAL, Parser
 from hpclm.reporting.run_table import detail, table, values
 from hpclm.rundir import runs as folders
 
-DEADLINE = 0.75  # seconds after the start of this process: the time limit of squeue
-MIN_SECONDS = 0.3  # seconds that it always has
+DEADLINE = 0.75  # seconds from the start of this process to the time limit of squeue
+MIN_SECONDS = 0.3  # lowest time limit of squeue
 
 
 def main(run: list[str], runs_folder: Path, as_json: bool) -> int:

@@ -14,17 +14,19 @@ from hpclm.launch.arguments import SubmitRequest
 from hpclm.parser import DATA, EPILOG, Parser, completed, setting
 
 DEEPSPEEDS = {"nodelist": ("--include", "-i")}
-"""DeepSpeed's names of options of sbatch."""
+"""Option of sbatch -> DeepSpeed's names for it."""
 
 
 def _flags(option: Option) -> tuple[str, ...]:
-    """An option of sbatch as hpclm submit takes it."""
-    short = (f"-{option.short}",) if option.short else ()
-    return (f"--{option.name}", *short, *DEEPSPEEDS.get(option.name, ()))
+    """The names of an option of sbatch in hpclm submit."""
+    names = [f"--{option.name}", *DEEPSPEEDS.get(option.name, ())]
+    if option.short:
+        names.insert(1, f"-{option.short}")
+    return tuple(names)
 
 
 FLAGS = {_flags(option): option.key.removeprefix("job.") for option in OPTIONS.values() if option.offered} | {
-    ("--gpus",): "gpus",  # no -G, because sbatch counts those per job
+    ("--gpus",): "gpus",  # not -G, which is per job in sbatch
     ("--template",): "template",
     ("--cluster",): "cluster",
     ("--hostfile", "-H"): "hostfile",
@@ -39,12 +41,12 @@ METAVARS = {"nodes": "N", "gpus": "N", "cpus_per_task": "N", "hostfile": "FILE",
 
 
 def main(**values: Any) -> int:
-    """Start what the arguments ask for."""
+    """Submit or start the runs; returns the exit code."""
     return submit.start(request(**values))
 
 
 def request(settings: list[str], config: str | None, job: list[str], **options: Any) -> SubmitRequest:
-    """The request for a job or several; UsageError for options that do not go together."""
+    """The request for one job or several; UsageError for options that exclude each other."""
     files = [paths.literal(config)] if config else []
     asked = SubmitRequest(settings=[*files, *settings], options=job, **options)
     if asked.ranks and not asked.dry_run:

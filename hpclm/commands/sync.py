@@ -1,4 +1,4 @@
-"""``hpclm sync``: send a run's sinks the metrics they lack; for runs on nodes without a network."""
+"""``hpclm sync``: send a run's missing metrics to its sinks, for runs on nodes without a network."""
 
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from hpclm.sinks.feed import send_rest
 def main(run: str, runs_folder: Path, sink: list[str]) -> int:
     """Send the metrics to each sink; a failure of one does not affect the others."""
     out = runs.resolve(run, runs_folder)
-    if other := runs.other_owner(out):  # even root would leave files there that its owner cannot write
+    other = runs.other_owner(out)
+    if other:  # even root would leave files that the owner cannot write
         raise ConfigError(f"{files.shown(out)} belongs to {other}, and only {other} can send its metrics")
-    compose.flat_of_run(out)  # every sink gets the settings
+    compose.flat_of_run(out)  # ConfigError unless it is a run: the sinks need its settings
     names = sink or compose.of_run(out, []).log.sinks
     if not names:
         raise ConfigError(f"{out} has no log.sinks; name one: hpclm sync {files.typed(run)} --sink wandb")
@@ -29,8 +30,8 @@ def main(run: str, runs_folder: Path, sink: list[str]) -> int:
 
 def parser() -> Parser:
     """The parser of ``hpclm sync``."""
-    options = Parser(prog="hpclm sync", description="Send the metrics that the sinks of a run (log.sinks) lack.")
+    options = Parser(prog="hpclm sync", description="Send a run's missing metrics to its sinks (log.sinks).")
     options.add_run()
-    other = "another sink than those of the run; repeatable"
+    other = "a sink to use in place of the run's log.sinks; may be repeated"
     options.add_argument("--sink", action="append", default=[], metavar="NAME", help=other)
     return options

@@ -1,4 +1,4 @@
-"""``hpclm top``: all runs below a folder, live, with the course of their losses."""
+"""``hpclm top``: show all runs below a folder live, with their loss curves."""
 
 import shutil
 import sys
@@ -12,12 +12,12 @@ from hpclm.parser import Parser, number
 from hpclm.reporting.run_table import TopScreen
 from hpclm.rundir import runs as folders
 
-PATIENCE = 0.75  # seconds that a scheduler has for an answer, again and again
+PATIENCE = 0.75  # time limit in seconds for each of a scheduler's answers
 CLEAR = "\x1b[H\x1b[2J"
 
 
 def main(folder: Path | None, runs_folder: Path, every: float, once: bool) -> int:
-    """Show the runs until a key ends it, or once."""
+    """Show the runs until q is pressed, or once."""
     watch = TopScreen(folder or runs_folder, States(PATIENCE).of)
     folders.check_folder(watch.folder)
     if once or not sys.stdout.isatty():

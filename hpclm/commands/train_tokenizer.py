@@ -25,7 +25,7 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     add = options.add_argument
-    texts = "what hpclm preprocess --input takes"
+    texts = "the same as for hpclm preprocess --input"
     add("--input", type=paths.option, nargs="+", required=True, metavar="FILE", help=texts)
     add("--format", choices=["jsonl", "lines", "files"], help=FORMAT)
     add("--json-key", "--column", metavar="KEY", help="key, or column, of the text; default: text")

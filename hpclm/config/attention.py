@@ -8,7 +8,7 @@ from hpclm.config.setting import setting
 
 LAYER_KINDS = ("full", "window", "nope", "window_nope")
 MAX_WIDTH = 1 << 24
-"""A limit that keeps a wrong number from building layers for hours, and products of sizes within 64 bits."""
+"""The limit stops a mistyped number from building layers for hours, and keeps products of sizes within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class AttentionConfig(Section, key="model.attention"):
     )
 
     def kind(self, layer: int) -> str:
-        """Kind of attention of a block, of LAYER_KINDS."""
+        """The kind of attention in a block, one of LAYER_KINDS."""
         return self.pattern[layer % len(self.pattern)]
 
     def window_of(self, kind: str) -> int | None:
-        """Tokens that a block of this kind attends to; None: all before it."""
+        """Tokens that a token attends to in a block of this kind; None: all tokens before it."""
         return self.window if "window" in kind else None
 
     @property
     def groups(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.kv_heads or self.heads
 
     @property
@@ -97,5 +97,5 @@ class AttentionConfig(Section, key="model.attention"):
 
     @property
     def needs_scores(self) -> list[str]:
-        """The settings that change scores or their softmax, which the kernels of cuDNN and FlashAttention cannot do."""
+        """The active settings that change scores or their softmax; cuDNN and FlashAttention do not support them."""
         return [name for name in ("score_cap", "sinks", "window") if getattr(self, name)]

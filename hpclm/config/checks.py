@@ -1,4 +1,4 @@
-"""Values of settings in messages, and the text in them."""
+"""Read values of settings, find the text in them, and show them in messages."""
 
 from collections.abc import Iterator
 from operator import attrgetter
@@ -8,23 +8,28 @@ MAX_INTEGER = 2**63 - 1  # integers beyond 64 bits are refused
 MAX_SHOWN_CHARACTERS = 200  # characters of a value in a message
 
 
-class RefusedError(Exception):
-    """The value of a setting is refused, and a rule reads it."""
+class RefusedSettingError(Exception):
+    """A rule reads a refused setting."""
 
 
 def value_at(section: Any, key: str) -> Any:
-    """The value of a dotted key, which lies in ``section`` or is its own."""
+    """The value at a dotted key inside ``section``, or ``section`` itself at its own key."""
     name = getattr(section, "key", "")
     return section if key == name else attrgetter(key.removeprefix(f"{name}."))(section)
 
 
-def named(section: Any, key: str) -> str:
-    """A setting of ``section`` with its value, as it is typed."""
+def as_list(value: Any) -> list[Any]:
+    """``value`` if it is a list, else a list with ``value`` alone."""
+    return value if isinstance(value, list) else [value]
+
+
+def assignment(section: Any, key: str) -> str:
+    """A setting of ``section`` as key=value."""
     return f"{key}={typed(value_at(section, key))}"
 
 
 def keyed_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """All text in nested mappings and lists, with its dotted key; in a list, that of the list."""
+    """Every text in nested mappings and lists, with its dotted key; the elements of a list have the key of the list."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
@@ -36,11 +41,13 @@ def keyed_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """All text in a value, names in its mappings too."""
+    """Every text in a value, including the names in its mappings."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
             yield from texts(inner)
 
 
@@ -54,29 +61,31 @@ def is_utf8(text: str) -> bool:
 
 
 def typed(value: Any) -> str:
-    """A value as it is typed, on one line, for a message."""
+    """A value for a message, on one line, in the syntax of settings."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        return (
-            value
-            if value.strip() == value != "" and value.isprintable() and len(value) <= MAX_SHOWN_CHARACTERS
-            else shown(value)
-        )
+        fits = value.strip() == value != "" and value.isprintable() and len(value) <= MAX_SHOWN_CHARACTERS
+        return value if fits else shown(value)
     if isinstance(value, (list, tuple)):
         text = f"[{', '.join(map(typed, value))}]"
     elif isinstance(value, dict):
         text = f"{{{', '.join(f'{name}: {typed(inner)}' for name, inner in value.items())}}}"
     else:
         text = str(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
+    return _cut(text)
 
 
 def shown(value: Any) -> str:
-    """A value for a message, shortened, on one line."""
+    """A value for a message, on one line, in Python's syntax."""
     try:
         text = repr(value)
-    except Exception:  # of an object that is half made, nested too deeply, or a number of thousands of digits
+    except Exception:  # repr() fails for half-made objects, deep nesting and numbers with thousands of digits
         text = f"<{type(value).__name__}>"
-    text = " ".join(text.split()) if "\n" in text else text
+    if "\n" in text:
+        text = " ".join(text.split())
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"

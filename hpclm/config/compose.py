@@ -4,7 +4,7 @@ Later layers override earlier ones, key by key. Mappings (job.env, job.options) 
 """
 
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from operator import attrgetter
@@ -17,6 +17,7 @@ import yaml
 from hpclm.base import files, folders, own_code, paths, shipped
 from hpclm.base.errors import ConfigError
 from hpclm.config import length, reading, run_file
+from hpclm.config.checks import as_list
 from hpclm.config.fields import as_yaml, keys, nested, path_separator, split_key, type_of
 from hpclm.config.hints import mistakes
 from hpclm.config.job import JobConfig
@@ -35,28 +36,32 @@ RUNS_CODE = tuple(entry.name for _, entry in all_fields(JobConfig) if declared(e
 
 
 def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str] = ()) -> RunConfig:
-    """The settings of ``[FILE] key=value ...``, on top of those of the file ``site``; or ConfigError.
+    """The settings of ``[FILE] key=value ...`` on top of those of the file ``site``; ConfigError if any is invalid.
 
     ``typed``: the whole command line, to explain a stray word.
     """
     overrides = [word for word in arguments if is_override(word)]
     named = [paths.expanded(word) for word in arguments if not is_override(word)]
     absent = [path for path in named if not Path(path).exists()]
-    if absent and (wrong := mistakes(absent, typed or arguments)):
-        raise ConfigError(wrong)
+    if absent:
+        wrong = mistakes(absent, typed or arguments)
+        if wrong:
+            raise ConfigError(wrong)
     if len(named) > 1:
         raise ConfigError(f"give one settings file, not {len(named)}: {', '.join(named)}; changes are key=value")
-    run = load(named[0] if named else None, overrides, site)
-    if named and not any(key.strip() == "out" for key, _, _ in (word.partition("=") for word in overrides)):
-        _refuse_moved(Path(named[0]), run.out)
+    file = next(iter(named), None)
+    run = load(file, overrides, site)
+    sets_out = any(word.partition("=")[0].strip() == "out" for word in overrides)
+    if file and not sets_out:
+        _refuse_moved(Path(file), run.out)
     return run
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Path | None = None) -> RunConfig:
-    """The settings of the file ``path``, or of the run in that folder, with ``overrides`` ("key=value") on top; or ConfigError.
+    """The settings of the file ``path``, or of the run in that folder, with ``overrides`` ("key=value") on top.
 
-    ``site`` is a file of job and cluster settings below them. It is not read if ``path`` is a run's config.yaml, which already
-    includes it. A settings file that others can write may not name code.
+    ``site``: a file of job and cluster settings, which ``path`` and ``overrides`` override. It is not read if ``path`` is a run's
+    config.yaml, which already includes it. ConfigError if any setting is invalid, or if a file that others can write names code.
     """
     problems: list[str] = []
     settings: list[Setting] = []
@@ -65,16 +70,16 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
     if path is not None:
         file = files.readable(_settings_file(path), "settings file")
         settings, content, resolved = run_file.read_settings(file, problems)
-        if run_file.is_run(Path(path)):  # which may have been moved
+        if run_file.is_run(Path(path)):  # a run that may have been moved
             settings += of_words([f"out={paths.literal(path)}"], problems)
         problems += _untrusted(settings + given, file, content.exposed)
     if site is not None and not resolved:
         settings = _from_site(site, problems) + settings
     run = merge([*settings, *_without_other_lengths(given), *given], problems)
     names = {setting.key for setting in given}
-    # a budget on the command line tries a file's settings for some steps: worth no more than a warning
+    # a budget on the command line only tries a file's settings for some steps, so a short one is a warning and not an error
     tries = any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
-    # lexists: of a folder that cannot be read, the start says so
+    # lexists: if the folder cannot be read, the start of the run reports it
     if not resolved and not (path is not None and tries) and not lexists(Path(run.out) / run_file.NAME):
         short = length.inside_warmup(run, length.run_length(run, None))
         if short and run.optim.schedule_length is None:
@@ -83,7 +88,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
 
 
 def _refuse_moved(file: Path, out: str) -> None:
-    """ConfigError if ``file`` is the config.yaml of a run that has been moved or copied since, so that ``out`` is another folder."""
+    """ConfigError if ``file`` is a run's config.yaml but ``out`` is another folder, because the run has been moved or copied."""
     folder = file.absolute().parent
     if not run_file.is_of_run(file) or Path(out).resolve() == folder.resolve():
         return
@@ -95,22 +100,24 @@ def _refuse_moved(file: Path, out: str) -> None:
 
 
 def changed(run: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """``run`` with ``overrides`` ("key=value") on top; or ConfigError."""
+    """``run`` with ``overrides`` ("key=value") on top; ConfigError if any is invalid."""
     problems: list[str] = []
     given = of_words(overrides, problems)
     return merge([*_without_other_lengths(given), *given], problems, run)
 
 
 def _without_other_lengths(given: Sequence[Setting]) -> list[Setting]:
-    """Settings that take away an inherited length of training if ``given`` has one in any unit."""
+    """Settings that remove any inherited length of training, if ``given`` has a length in any unit."""
     if any(setting.key in LENGTHS and not reading.is_null(setting.node) for setting in given):
         return of_words([f"{key}=null" for key in LENGTHS], [])
     return []
 
 
 def of_run(folder: Path, overrides: Sequence[str], version: str = run_file.NAME) -> RunConfig:
-    """The settings of the run in ``folder`` with ``overrides`` on top, without its job settings: for commands that only read
-    its model. ConfigError if it is not a run directory. ``version``: config.yaml, or an earlier version of it."""
+    """The settings of the run in ``folder`` with ``overrides`` on top; ConfigError if it is not a run directory.
+
+    ``version``: config.yaml, or an earlier version of it.
+    """
     problems: list[str] = []
     path, settings, content = _of_folder(folder, version, problems)
     settings = [setting for setting in settings if not setting.key.startswith("job.")]
@@ -120,9 +127,7 @@ def of_run(folder: Path, overrides: Sequence[str], version: str = run_file.NAME)
 
 
 def flat_of_run(folder: Path, version: str = run_file.NAME) -> dict[str, Any]:
-    """The settings of the run in ``folder`` as section.name: value; ConfigError if it is not a run directory.
-
-    ``version``: config.yaml, or an earlier version of it."""
+    """The settings of the run in ``folder`` by dotted key; see of_run."""
     problems: list[str] = []
     settings = _of_folder(folder, version, problems)[1]
     if problems:
@@ -131,43 +136,44 @@ def flat_of_run(folder: Path, version: str = run_file.NAME) -> dict[str, Any]:
     for setting in settings:
         field, name = split_key(setting.key)
         value = reading.plain(setting.node)
-        flat[field] = value if name is None else {**flat.get(field, {}), name: value}
+        if name is not None:
+            value = {**flat.get(field, {}), name: value}
+        flat[field] = value
     return flat
 
 
 def _of_folder(folder: Path, version: str, problems: list[str]) -> tuple[Path, list[Setting], reading.Content]:
-    """A run's config.yaml, its settings and its content; ConfigError if ``folder`` is not a run directory."""
+    """The path of a run's config.yaml, its settings and its content; ConfigError if ``folder`` is not a run directory."""
     path = folder / version
     if not path.is_file():
-        reason = "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
-        reason = "it has no config.yaml" if folder.is_dir() else reason
-        raise ConfigError(f"{folder} is not a run directory: {folders.exported_model(folder) or reason}")
+        raise ConfigError(f"{folder} is not a run directory: {folders.exported_model(folder) or _why_no_run(folder)}")
     settings, content, _ = run_file.read_settings(path, problems, of_run=True)
     return path, settings, content
 
 
+def _why_no_run(folder: Path) -> str:
+    if folder.is_dir():
+        return "it has no config.yaml"
+    return "it is a file" if folder.exists() else f"it does not exist; looked in {Path.cwd()}"
+
+
 def missing_code(run: RunConfig) -> list[str]:
-    """Problems for the user's code that settings name and that does not exist; nothing is imported."""
-    problems: list[str] = []
-    for key in NAMES_CODE:
-        value = attrgetter(key)(run)
-        for name in value if isinstance(value, list) else [value]:
-            problems += filter(None, [own_code.missing(key, name or "")])
-    return problems
+    """A problem for each class or function of the user that a setting names but that does not exist. Imports nothing."""
+    names = [(key, name) for key in NAMES_CODE for name in as_list(attrgetter(key)(run)) if name]
+    return list(filter(None, (own_code.missing(key, name) for key, name in names)))
 
 
 def dump(config: RunConfig, path: Path) -> None:
-    """Write all of ``config`` to ``path`` as YAML for ``load``, atomically."""
+    """Write ``config`` to ``path``, atomically, as YAML that ``load`` reads."""
     files.write_text(path, dumped(config))
 
 
 def dumped(config: RunConfig) -> str:
-    """The text that ``dump`` writes, a line for each setting."""
+    """The text that ``dump`` writes: one line per setting."""
     return "".join([run_file.FIRST, run_file.COUNT.format(len(keys())), *_lines(tree(config))])
 
 
 def _lines(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line for each setting, those of a section below its name."""
     indent = "  " * prefix.count(".")
     for name, value in tree.items():
         if is_dataclass(type_of(f"{prefix}{name}")):
@@ -178,17 +184,16 @@ def _lines(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def tree(config: RunConfig) -> dict[str, Any]:
-    """The settings as they are written in a file."""
+    """The settings in nested mappings, with values as a file has them."""
     return nested(written(config))
 
 
 def written(config: RunConfig) -> dict[str, Any]:
-    """The settings by dotted key, as they are written in a file."""
-    return {key: _as_read(key, value) for key, value in leaves(config)}
+    """The settings by dotted key, with values as a file has them."""
+    return {key: _in_file(key, value) for key, value in leaves(config)}
 
 
-def _as_read(key: str, value: Any) -> Any:
-    """The value of a setting as text that is read as it."""
+def _in_file(key: str, value: Any) -> Any:
     if key == "batch.micro_size":
         return value or "auto"
     if path_separator(key) is None:
@@ -198,13 +203,13 @@ def _as_read(key: str, value: Any) -> Any:
     return value and paths.literal(value)
 
 
-def named(arguments: list[str]) -> list[str]:
-    """The settings that the key=value arguments of a command line set."""
+def keys_set(arguments: list[str]) -> list[str]:
+    """The keys of the settings that the key=value arguments of a command line set."""
     return [setting.key for setting in of_words([word for word in arguments if is_override(word)], [])]
 
 
 def _settings_file(path: str | Path) -> Path:
-    """``path`` if it exists, or else the preset of that name, with or without configs/ and .yaml."""
+    """``path`` if it exists, or else the preset ``path``, with or without configs/ and .yaml; ConfigError if there is neither."""
     presets = shipped.presets()
     file = Path(path)
     if run_file.is_run(file):
@@ -218,16 +223,23 @@ def _settings_file(path: str | Path) -> Path:
         raise ConfigError(f"{file} is not a run directory: {model}")
     if file.exists():
         return file
-    beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")} if file.parent.is_dir() else {}
-    candidates = beside | {preset.rpartition("/")[2]: preset for preset in presets}
-    near = [candidates[stem] for stem in get_close_matches(file.stem, candidates, n=1)]
-    runs = {str(run.relative_to("runs")): str(run) for run in Path("runs").glob("*") if run_file.is_run(run)}
-    near = near or [runs[name] for name in get_close_matches(name, runs, n=1)]
-    near = [str(run) for run in [Path("runs", path)] if run_file.is_run(run)] or near
-    suggestion = f". Did you mean {near[0]!r}?" if near else "."
+    near = _similar(file, name, presets)
+    suggestion = near and f" Did you mean {near!r}?"
     raise ConfigError(
-        f"{path} does not exist: no settings file, run directory or preset has this name{suggestion} Presets are {', '.join(presets)}"
+        f"{path} does not exist: no settings file, run directory or preset has this name.{suggestion} Presets are {', '.join(presets)}"
     )
+
+
+def _similar(file: Path, name: str, presets: Iterable[str]) -> str:
+    """The settings file, preset or run with the name most like ``file``; empty if all names differ."""
+    if run_file.is_run(Path("runs", file)):
+        return str(Path("runs", file))
+    beside = {other.stem: str(other) for other in file.parent.glob("*.yaml")}
+    candidates = beside | {preset.rpartition("/")[2]: preset for preset in presets}
+    runs = {run.name: str(run) for run in Path("runs").glob("*") if run_file.is_run(run)}
+    near = [candidates[stem] for stem in get_close_matches(file.stem, candidates, n=1)]
+    near += [runs[run] for run in get_close_matches(name, runs, n=1)]
+    return next(iter(near), "")
 
 
 def _from_site(path: Path, problems: list[str]) -> list[Setting]:
@@ -247,13 +259,15 @@ def _from_site(path: Path, problems: list[str]) -> list[Setting]:
 
 
 def _untrusted(settings: list[Setting], path: Path, exposed: str | None) -> Iterator[str]:
-    """Settings that name code and come from the file ``path``, if others could have written it (``exposed`` says how)."""
+    """A problem for each setting from ``path`` that names code. ``exposed``: how others could have written the file, if they could."""
+    if not exposed:
+        return
     last: dict[str, Setting] = {}
     for setting in settings:
         emptied = isinstance(setting.node, yaml.MappingNode)
         last = {key: before for key, before in last.items() if not (emptied and key.startswith(f"{setting.key}."))}
         last[setting.key] = setting
-    for key, setting in last.items() if exposed else ():
+    for key, setting in last.items():
         value = reading.plain(setting.node)
         if setting.at.start_mark.name == str(path) and _names_code(key, value):
             yield (
@@ -263,10 +277,9 @@ def _untrusted(settings: list[Setting], path: Path, exposed: str | None) -> Iter
 
 
 def _names_code(key: str, value: Any) -> bool:
-    """Whether a setting determines which code or which program runs."""
     if key in NAMES_CODE:
-        names = value if isinstance(value, list) else [value]  # ${...} may insert another setting's value
-        return any(isinstance(name, str) and (":" in name or "${" in name) for name in names)
+        names = [name for name in as_list(value) if isinstance(name, str)]
+        return any(":" in name or "${" in name for name in names)  # ${...} may insert another setting's value
     if key in run_file.REQUESTS:
         return False
     section, _, rest = key.partition(".")

@@ -1,4 +1,4 @@
-"""The settings of the data: where samples come from, and how they are cut and ordered."""
+"""Settings of the data: where samples come from, and how they are cut and ordered."""
 
 import math
 from collections.abc import Iterator
@@ -30,12 +30,10 @@ TOKENIZERS = {
 
 
 def _readable(name: str) -> Rule:
-    """That a list of datasets can be read as one."""
     return Rule(lambda data: getattr(data, name) and problems_of(mixture, getattr(data, name), f"data.{name}"))
 
 
 def _is_split(text: str) -> bool:
-    """Whether ``text`` has up to three proportions."""
     try:
         numbers = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
@@ -44,14 +42,17 @@ def _is_split(text: str) -> bool:
 
 
 def _trained(data: Any) -> Iterator[str]:
-    """Evaluations that measure nothing but the training data."""
+    """A problem for each held-out list of datasets that contains a training dataset."""
+    if not data.train:
+        return
     lists = {name: mixture(getattr(data, name), name).prefixes for name in ("valid", "test") if getattr(data, name)}
-    sets = named(data.validation, "validation").values()
+    sets = named_mixtures(data.validation, "validation").values()
     lists["validation"] = tuple(prefix for entry in sets for prefix in entry.prefixes)
-    trained = set(map(realpath, mixture(data.train, "train").prefixes)) if data.train else set()
+    trained = set(map(realpath, mixture(data.train, "train").prefixes))
     for name, prefixes in lists.items():
-        if both := [prefix for prefix in prefixes if realpath(prefix) in trained]:
-            yield f"data.{name} has no effect as held-out data: data.train contains {both[0]} too, so its loss is that of text seen in training"
+        both = next((prefix for prefix in prefixes if realpath(prefix) in trained), None)
+        if both:
+            yield f"data.{name} has no effect as held-out data: data.train contains {both} too, so its loss is that of text seen in training"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class DataConfig(Section, key="data"):
     )
     split_by: Literal["documents", "tokens"] | None = setting(
         None,
-        "Divide each dataset between documents, or inside them: its first tokens train; null: tokens where "
-        "documents would leave less than one sample for training or validation, decided when a run begins.",
+        "Divide each dataset between documents, or by tokens: its first tokens train. null: tokens if documents "
+        "would leave less than one sample for training or validation; decided when a run begins.",
         only_with=(FILES, SPLIT),
     )
     train: list[str] = setting([], "Training datasets, as in data.blend but not split.", path=True, only_with=FILES)
@@ -101,20 +102,12 @@ class DataConfig(Section, key="data"):
     keep_partial: bool = setting(
         False,
         "Keep the rest of validation and test data as one padded, masked sample.",
-        only_with=(
-            FILES,
-            NO_LINES,
-            UNPACKED,
-        ),
+        only_with=(FILES, NO_LINES, UNPACKED),
     )
     short_part: Literal["refuse", "repeat"] = setting(
         "refuse",
         "Refuse or, as Megatron does, repeat a part with fewer tokens than one sample.",
-        only_with=(
-            FILES,
-            NO_LINES,
-            UNPACKED,
-        ),
+        only_with=(FILES, NO_LINES, UNPACKED),
     )
     loss_mask: Literal["auto", "require", "ignore"] = setting(
         "auto",
@@ -173,7 +166,7 @@ class DataConfig(Section, key="data"):
             "{data.prefix} and {data.blend} cannot be combined; put the path into data.blend",
         ),
         *(_readable(name) for name in ("blend", "train", "valid", "test")),
-        Rule(lambda data: problems_of(named, data.validation, "data.validation")),
+        Rule(lambda data: problems_of(named_mixtures, data.validation, "data.validation")),
     )
     warnings: ClassVar[tuple[Rule, ...]] = (Rule(_trained),)
 
@@ -184,11 +177,10 @@ class DataConfig(Section, key="data"):
         return not (padded or self.eod_mask_loss)
 
     def prefixes(self) -> list[str]:
-        """The prefixes of all datasets."""
+        """The prefixes of all datasets that the settings name."""
         mixtures = [mixture(entries, "data") for entries in (self.blend, self.train, self.valid, self.test) if entries]
-        mixtures += named(self.validation, "data.validation").values()
-        paths = [prefix for entry in mixtures for prefix in entry.prefixes]
-        return [self.prefix, *paths] if self.prefix else paths
+        mixtures += named_mixtures(self.validation, "data.validation").values()
+        return list(filter(None, [self.prefix, *(prefix for entry in mixtures for prefix in entry.prefixes)]))
 
 
 @dataclass(frozen=True)
@@ -201,7 +193,7 @@ class Mixture:
 
 
 def mixture(entries: list[str], setting: str) -> Mixture:
-    """Parse paths, or alternating weights and paths; ConfigError, which names ``setting``, if they are invalid."""
+    """Parse paths, or alternating weights and paths; ConfigError, which names ``setting``, for invalid entries."""
     if number(entries[0]) is None:
         stray = [entry for entry in entries if number(entry) is not None]
         if stray:
@@ -209,7 +201,8 @@ def mixture(entries: list[str], setting: str) -> Mixture:
                 f"{setting}={entries}: {stray[0]} is a weight, but the first dataset has none; give all or none"
             )
         return Mixture(tuple(entries), None)
-    weights, prefixes = [number(entry) for entry in entries[::2]], entries[1::2]
+    weights = [number(entry) for entry in entries[::2]]
+    prefixes = entries[1::2]
     if len(entries) % 2 or None in weights or any(number(prefix) is not None for prefix in prefixes):
         raise ConfigError(
             f"{setting}={entries} must be alternating weights and paths, such as [0.3, a, 0.7, b], or only paths; "
@@ -225,8 +218,8 @@ def mixture(entries: list[str], setting: str) -> Mixture:
     return Mixture(tuple(prefixes), given)
 
 
-def named(entries: list[str], setting: str) -> dict[str, Mixture]:
-    """Parse a list of name=path; a repeated name adds a dataset."""
+def named_mixtures(entries: list[str], setting: str) -> dict[str, Mixture]:
+    """Parse a list of name=path; a repeated name adds a dataset. ConfigError, which names ``setting``, for other entries."""
     paths: dict[str, list[str]] = {}
     for entry in entries:
         name, sign, prefix = entry.partition("=")

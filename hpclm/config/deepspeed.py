@@ -20,7 +20,7 @@ SECTIONS = (
     *("prescale_gradients", "gradient_predivide_factor", "wall_clock_breakdown", "memory_breakdown"),
     *("dump_state", "disable_python_gc", "log_level"),
 )
-"""Parts of DeepSpeed's JSON that engine.extra may add to; what is inside them, DeepSpeed checks."""
+"""Parts of DeepSpeed's JSON that engine.extra may add to. DeepSpeed checks their content."""
 REFUSED = (
     *("data_types.param_dtype", "data_types.grad_accum_dtype", "bf16.immediate_grad_update"),
     *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states", "bf16.check_grad_overflow"),
@@ -38,15 +38,17 @@ REFUSED = (
 """Keys in these parts that settings determine, or that prevent saving the state or repeating a step."""
 
 DEFAULTS: Flat = {"timers.throughput.enabled": False}
-"""Ours, unless engine.extra says otherwise: the timer waits for the device in every forward pass."""
+"""Defaults that differ from DeepSpeed's; engine.extra overrides them. The timer would wait for the device in every forward pass."""
 
 
 def derived(config: EngineSettings, precision: str | None) -> Flat:
-    """DeepSpeed's keys; ``precision``: fp32, bf16 or fp16, or None if it depends on the device.
+    """DeepSpeed's keys that follow from settings. ``precision``: fp32, bf16 or fp16, or None if it depends on the device.
 
     At stage 0 the model itself handles the precision, and DeepSpeed is set to fp32 (its own bf16 does one Adam step too many).
     """
-    engine, plan, stage = config.engine, config.plan, stage_of(config.engine)
+    engine = config.engine
+    plan = config.plan
+    stage = stage_of(engine)
     flat: Flat = {
         "train_batch_size": plan.global_size,
         "train_micro_batch_size_per_gpu": plan.micro_size,
@@ -75,9 +77,9 @@ def derived(config: EngineSettings, precision: str | None) -> Flat:
         flat |= {"pipeline.pipe_partitioned": False, "pipeline.grad_partitioned": False}
     for section in {"none": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}[engine.offload]:
         prefix = f"zero_optimization.offload_{section}"
-        flat[f"{prefix}.device"] = "nvme" if engine.offload_folder else "cpu"
+        flat[f"{prefix}.device"] = "cpu"
         if engine.offload_folder:
-            flat[f"{prefix}.nvme_path"] = engine.offload_folder
+            flat |= {f"{prefix}.device": "nvme", f"{prefix}.nvme_path": engine.offload_folder}
     return flat
 
 
@@ -86,20 +88,21 @@ def stage_of(engine: EngineConfig) -> int:
     return 1 if engine.zero_stage is None else engine.zero_stage
 
 
-def settings(config: EngineSettings, precision: str) -> dict[str, Any]:
+def json_settings(config: EngineSettings, precision: str) -> dict[str, Any]:
     """DeepSpeed's JSON, including engine.extra; ConfigError for contradictions.
 
-    At stages 1 and 2 gradients are all-reduced, as DeepSpeed does by default. Its other way, use_multi_rank_bucket_allreduce=false,
-    sends each gradient only to the replica that updates its weight: half the traffic, but one reduction after the other, each of
-    which waits for the device.
+    At stages 1 and 2 gradients are all-reduced, which is DeepSpeed's default. With use_multi_rank_bucket_allreduce=false, each
+    gradient would go only to the replica that updates its weight. That halves the traffic, but every reduction then waits for the
+    device, one after the other.
     """
     flat = derived(config, precision)
     wrong = list(problems(config.engine, flat))
     if wrong:
         raise ConfigError(wrong)
-    stage = stage_of(config.engine)
-    overlapped = {"zero_optimization.overlap_comm": True} if stage > 0 else {}
-    return nested({**DEFAULTS, **overlapped, **flat, **extra(config.engine)})
+    defaults = dict(DEFAULTS)
+    if stage_of(config.engine) > 0:
+        defaults["zero_optimization.overlap_comm"] = True
+    return nested({**defaults, **flat, **extra(config.engine)})
 
 
 def extra(engine: EngineConfig) -> Flat:
@@ -148,8 +151,8 @@ def problems(engine: EngineConfig, flat: Flat) -> Iterator[str]:
         elif key in flat:
             if value != flat[key]:
                 yield f"engine.extra.{key}={value} contradicts {flat[key]}, which follows from the other settings"
-        elif (reason := refusal(key)) is not None:
-            yield f"engine.extra.{key}={value} cannot be set here: {reason}"
+        elif refusal(key):
+            yield f"engine.extra.{key}={value} cannot be set here: {refusal(key)}"
 
 
 def refusal(key: str) -> str | None:
@@ -168,4 +171,6 @@ def parsed(key: str, text: str) -> Any:
         value = reading.value(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"engine.extra.{key}={text!r} is not YAML: {reading.reason(error)}") from None
-    return int(value) if isinstance(value, float) and value.is_integer() and "." not in text else value
+    if isinstance(value, float) and value.is_integer() and "." not in text:
+        return int(value)
+    return value

@@ -16,7 +16,7 @@ from hpclm.config.fields import required, type_of
 
 SEE = "hpclm docs migrating lists other projects' options"
 MISSING = "..."
-"""A value that is not known."""
+"""The text in place of an unknown value."""
 MEGATRON = "Megatron-LM, Megatron-DeepSpeed"
 NANOGPT = "nanoGPT"
 LEFT_OUT = "leave it out"
@@ -26,12 +26,12 @@ Row = str | dict[str, str]
 
 
 class Answer(NamedTuple):
-    """The counterpart of a name of another project."""
+    """The counterpart of another project's name."""
 
     settings: tuple[str, ...]
-    """key=value, unless there is a reason."""
+    """Words key=value; empty if ``reason`` is set."""
     reason: str
-    """A sentence; empty if settings take its place."""
+    """A sentence that explains why settings do not replace the name; else empty."""
 
     @property
     def text(self) -> str:
@@ -47,7 +47,7 @@ def tables() -> dict[str, Any]:
 
 
 def normal(name: str) -> str:
-    """``--tensor-model-parallel-size`` and ``fp16.enabled`` with _ for the signs between words, in lower case."""
+    """A name in lower case, without leading dashes, and with _ for each - and dot: fp16_enabled for fp16.enabled."""
     return re.sub("[-.]", "_", name.lstrip("-").lower())
 
 
@@ -68,7 +68,7 @@ def names() -> list[str]:
 
 
 def answers(name: str, values: Sequence[str] = ()) -> dict[Answer, list[str]]:
-    """Each answer for exactly this name with these values, and the projects that give it; empty if no table has the name."""
+    """The answers for exactly this name with these values, each with the projects that give it; empty for an unknown name."""
     found: dict[Answer, list[str]] = defaultdict(list)
     for project, row in _rows().get(normal(name), {}).items():
         found[_answer(row, values)].append(project)
@@ -111,7 +111,7 @@ def _for_values(row: Row, values: Sequence[str]) -> str:
     if len(values) > 1 and "several" in row:
         return row["several"]
     by_value = {value.lower(): text for value, text in row.items()}
-    value = values[0].lower() if values else ""
+    value = next(iter(values), "").lower()
     if value in by_value or "one" in row:
         return by_value.get(value, row.get("one", ""))
     first = next(text for text in row.values() if _SETTING.match(text))
@@ -119,14 +119,13 @@ def _for_values(row: Row, values: Sequence[str]) -> str:
 
 
 def _with_values(word: str, values: Sequence[str]) -> str:
-    """``key=`` with the values of an option; any other key=value unchanged."""
     key, _, fixed = word.partition("=")
     return word if fixed else f"{key}={written(key, values)}"
 
 
 def written(key: str, values: Sequence[str]) -> str:
-    """The values of an option as the setting ``key`` takes them: [0.9,0.98] for a list, the first one for any other setting."""
-    value = values[0] if values else MISSING
+    """The value of the setting ``key`` for the values of an option: [0.9,0.98] for a list, the first value for any other setting."""
+    value = next(iter(values), MISSING)
     kind = required(type_of(key))
     if value == MISSING or value.startswith("[") or not (kind == list[str] or typing.get_origin(kind) is tuple):
         return value
@@ -135,7 +134,7 @@ def written(key: str, values: Sequence[str]) -> str:
 
 
 def merged(settings: Iterable[str]) -> dict[str, str]:
-    """key=value words as keys and values; elements of a list, key[0]=value, become one list."""
+    """key=value words as a mapping; the elements of a list, key[0]=value, become one list."""
     values: dict[str, str] = {}
     lists: dict[str, list[str]] = {}
     for setting in settings:
@@ -156,24 +155,20 @@ def keys(settings: Iterable[str]) -> list[str]:
 
 
 def typed(settings: Iterable[str]) -> str:
-    """Settings as they are typed in a shell."""
+    """Settings as key=value words for a shell."""
     return " ".join(f"{key}={shlex.quote(value)}" for key, value in merged(settings).items())
 
 
 def command_meant(word: str) -> str:
-    """The command that does what ``word`` means, which is not a command; empty if it is unknown."""
+    """The command that does what ``word``, a word from elsewhere, means; empty if unknown."""
     return next((text for words, text in tables()["commands"].items() if word.lower() in words.split()), "")
 
 
 def option_meant(command: str, option: str) -> str:
-    """The counterpart of an ``option`` that a command of hpclm does not have: another option, key=, or a sentence."""
+    """The counterpart of an ``option`` that a command of hpclm does not have: another option, key=, or a sentence; empty if unknown."""
     named = option.replace("_", "-")
-    for commands, rows in tables()["options"].items():
-        if command in commands.split():
-            for options, text in rows.items():
-                if named in options.split():
-                    return str(text)
-    return ""
+    tables_here = (rows for commands, rows in tables()["options"].items() if command in commands.split())
+    return next((str(text) for rows in tables_here for options, text in rows.items() if named in options.split()), "")
 
 
 def page(text: str) -> str:
@@ -191,10 +186,10 @@ def _section(part: str) -> str:
 
 
 def _lines(table: dict[str, Row]) -> Iterator[str]:
-    """The lines of a project's table; one for all names with the same sentence."""
     cells: dict[str, list[str]] = defaultdict(list)
     for options, row in table.items():
-        for value, text in row.items() if isinstance(row, dict) else [("", row)]:
+        by_value = {"": row} if isinstance(row, str) else row
+        for value, text in by_value.items():
             after = {"": "", "one": " …", "several": " … …"}.get(value, f" {value}")
             cells[_cell(text)] += [f"`{option}{after}`" for option in options.split()]
     for here, there in cells.items():
@@ -202,7 +197,6 @@ def _lines(table: dict[str, Row]) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    """An answer as Markdown."""
     if not all(_SETTING.fullmatch(word) for word in text.split()):
         return " ".join(text.split())
     return ", ".join(f"`{_shown(word)}`" for word in text.split())

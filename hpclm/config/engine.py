@@ -58,7 +58,7 @@ class ParallelConfig(Section, key="parallel"):
     )
 
     def shard_size(self, data: int) -> int:
-        """The size of the groups of ``data`` data-parallel ranks that divide weights or optimizer state; ConfigError if the groups are unequal."""
+        """How many of ``data`` data-parallel ranks divide weights or optimizer state; ConfigError if it is not a divisor of ``data``."""
         size = min(self.shard or data, data)
         if data % size:
             raise ConfigError(
@@ -84,7 +84,7 @@ class ParallelConfig(Section, key="parallel"):
 
     @property
     def smallest(self) -> int:
-        """The fewest processes that can train: one replica, or as many replicas as divide the experts."""
+        """The smallest number of processes that can train: one replica, or the replicas that divide the experts."""
         return self.model * math.lcm(self.context, self.expert)
 
 
@@ -171,26 +171,31 @@ class EngineConfig(Section, key="engine"):
             )
 
     def problems_on_cpu(self) -> list[str]:
-        """Settings that cannot be trained with engine.device=cpu, though evaluated."""
-        return list(self.problems_without_gpu()) if self.device == "cpu" else []
+        """Settings that need a GPU for training, if engine.device=cpu; evaluations may have them."""
+        if self.device != "cpu":
+            return []
+        return list(self.problems_without_gpu())
 
     def missing_libraries(self) -> list[str]:
-        """Libraries that the engine needs and that are missing or too old here; imports none of them."""
-        wrong = extras.missing(f"engine.name={self.name}", self.name) if self.name in extras.EXTRAS else None
+        """A problem for each library that the engine needs and that is missing or too old here. Imports nothing."""
+        problems: list[str | None] = []
+        if self.name in extras.EXTRAS:
+            problems.append(extras.missing(f"engine.name={self.name}", self.name))
         supports = SUPPORTS.get(self.name, Supports(self.name))
-        problems = [wrong] if wrong else []
-        if supports.torch and (installed := extras.older("torch", supports.torch)):
+        installed = supports.torch and extras.older("torch", supports.torch)
+        if installed:
             problems.append(torch_too_old(self.name, installed))
-        release = supports.torch_to_compile.get(self.zero_stage) if self.compile else None
-        if release and (installed := extras.older("torch", release)):
+        release = supports.torch_to_compile.get(self.zero_stage)
+        installed = release and extras.older("torch", release)
+        if self.compile and release and installed:
             what = f"engine.compile=true with engine.name={self.name} engine.zero_stage={self.zero_stage}"
             way_out = "install a newer one, or leave engine.compile out"
             problems.append(extras.too_old(what, "PyTorch", release, installed, way_out))
-        return problems
+        return list(filter(None, problems))
 
 
 def torch_too_old(name: str, installed: str) -> str:
-    """The message that an engine needs a newer PyTorch than the installed one, and which engines do not."""
+    """The message that an engine needs a newer PyTorch than the installed one, with the engines that do not."""
     others = [
         f"engine.name={other} (parallel.schedule={', '.join(supports.schedules)})"
         for other, supports in SUPPORTS.items()

@@ -9,8 +9,8 @@ from hpclm.config.setting import setting
 
 EXPERTS = "model.experts.count"
 MLP_KINDS = ("experts", "dense")
-MAX_EXPERTS = 1 << 15  # hpclm.parallel.dispatch sorts their numbers in 16 bits
-"""A limit that keeps a wrong number from allocating weights for hours."""
+MAX_EXPERTS = 1 << 15  # hpclm.parallel.dispatch sorts the experts' indices as 16-bit integers
+"""The limit stops a mistyped number from allocating weights for hours."""
 COEFFICIENTS = (
     "experts.balance_bias",
     "experts.balance_sequence",
@@ -21,7 +21,6 @@ COEFFICIENTS = (
 
 
 def _with_experts(broken: Callable[[Any], Any], sentence: str | Callable[[Any], str]) -> Rule:
-    """A rule for models that have experts."""
     return Rule(lambda experts: experts.count and broken(experts), sentence)
 
 
@@ -52,9 +51,7 @@ class ExpertsConfig(Section, key="model.experts"):
         "softmax", "How router logits become scores.", only_with=EXPERTS
     )
     router_normalize: bool = setting(
-        True,
-        "Divide the scores of a token's experts by their sum; must be false with per_token=1.",
-        only_with=EXPERTS,
+        True, "Divide the scores of a token's experts by their sum; must be false with per_token=1.", only_with=EXPERTS
     )
     router_scale: float = setting(
         1.0, "Factor of the chosen experts' scores (routed_scaling_factor).", more_than=0, only_with=EXPERTS

@@ -1,4 +1,4 @@
-"""The fields of the schema by dotted key: their types, in Python and in words, and their values as YAML."""
+"""The settings by dotted key: their fields, their types in Python and in words, and their values as YAML."""
 
 import re
 import types
@@ -15,12 +15,15 @@ from hpclm.config.setting import Declared, declared
 
 UNITS = {unit: unit for unit in ("seconds", "minutes", "hours", "steps", "samples", "tokens", "epochs")} | {"mb": "MB"}
 """The unit of a number, by the last part of its setting's name."""
-WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+WORDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+WORDS |= {list[str]: "a list of text", dict[str, str]: "a mapping of names to text"}
+FIELDS = dict(all_fields(RunConfig))
+"""The field of every setting, by dotted key."""
 
 
 def keys() -> list[str]:
     """Every setting's dotted key, in the order of the schema."""
-    return [key for key, _ in all_fields(RunConfig)]
+    return [*FIELDS]
 
 
 def type_of(key: str) -> Any:
@@ -29,10 +32,9 @@ def type_of(key: str) -> Any:
     for part in key.split("."):
         if typing.get_origin(kind) is dict:  # the rest of the key is a name in the mapping, dots included
             return typing.get_args(kind)[1]
-        types_here = {f.name: f.type for f in fields(kind)} if is_dataclass(kind) else {}
-        if part not in types_here:
+        if not is_dataclass(kind):
             return None
-        kind = types_here[part]
+        kind = {entry.name: entry.type for entry in fields(kind)}.get(part)
     return kind
 
 
@@ -44,10 +46,7 @@ def path_separator(key: str) -> str | None:
 
 def declaration_of(key: str) -> Declared | None:
     """The declaration of a setting by its dotted key; None for a name in a mapping."""
-    section, _, name = key.rpartition(".")
-    kind: Any = type_of(section) if section else RunConfig
-    named = (field for field in (fields(kind) if is_dataclass(kind) else ()) if field.name == name)
-    return next((declared(field) for field in named), None)
+    return declared(FIELDS[key]) if key in FIELDS else None
 
 
 def required(kind: Any) -> Any:
@@ -58,32 +57,38 @@ def required(kind: Any) -> Any:
 
 
 def split_key(key: str) -> tuple[str, str | None]:
-    """The field of a dotted key, and the name inside the field if it is a mapping."""
-    dots = [match.start() for match in re.finditer(r"\.", key)]
-    mapping = next((key[:dot] for dot in dots if typing.get_origin(type_of(key[:dot])) is dict), None)
-    return (key, None) if mapping is None else (mapping, key[len(mapping) + 1 :])
+    """The setting of a dotted key, and the name inside its value if the value is a mapping."""
+    for dot in re.finditer(r"\.", key):
+        setting = key[: dot.start()]
+        if typing.get_origin(type_of(setting)) is dict:
+            return setting, key[dot.end() :]
+    return key, None
 
 
 def type_text(kind: Any) -> str:
     """A type in plain words, for messages and the reference page."""
     inner = required(kind)
-    text = {
-        typing.Literal: f"one of {', '.join(map(str, typing.get_args(inner)))}",
-        tuple: f"a list of {len(typing.get_args(inner))} numbers",
-        list: "a list of text" if inner == list[str] else "a list of mappings",
-        dict: "a mapping of names to values" if inner == dict[str, typing.Any] else "a mapping of names to text",
-        None: WORDS.get(inner, str(inner)),
-    }[typing.get_origin(inner)]
-    return text + (" or null" if inner is not kind else "")
+    arguments = typing.get_args(inner)
+    others = {
+        typing.Literal: f"one of {', '.join(map(str, arguments))}",
+        tuple: f"a list of {len(arguments)} numbers",
+        list: "a list of mappings",
+        dict: "a mapping of names to values",
+    }
+    text = WORDS.get(inner) or others.get(typing.get_origin(inner), str(inner))
+    if inner is not kind:
+        text += " or null"
+    return text
 
 
 def kind_text(entry: Field) -> str:
-    """The type of a field in plain words, with its unit, which its name may end with."""
+    """The type of a field in plain words, with the unit that is declared or that ends its name."""
     inner = required(entry.type)
-    unit = declared(entry).unit or UNITS.get(entry.name.rpartition("_")[2], "")
-    if not unit or inner not in (int, float):
-        return type_text(entry.type)
-    return f"{type_text(inner)} of {unit}{' or null' if inner is not entry.type else ''}"
+    unit = declared(entry).unit or UNITS.get(entry.name.rpartition("_")[2])
+    text = type_text(entry.type)
+    if unit and inner in (int, float):
+        return text.replace(WORDS[inner], f"{WORDS[inner]} of {unit}")
+    return text
 
 
 class _OneLine(yaml.SafeDumper):
@@ -99,14 +104,13 @@ _OneLine.add_representer(str, _text)
 
 
 def as_yaml(value: Any) -> str:
-    """One value as it is written in a settings file, on one line."""
-    plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.dump(plain, Dumper=_OneLine, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
+    """A value as YAML on one line."""
+    text = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
     return text.removesuffix("\n...\n").strip()
 
 
 def as_word(value: Any) -> str:
-    """One value as a word key=value of a command line has it: text is verbatim there."""
+    """A value as a word key=value has it: text verbatim, any other value as YAML."""
     return value if isinstance(value, str) else as_yaml(value)
 
 
@@ -115,7 +119,10 @@ def flattened(tree: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        flat |= flattened(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+        if isinstance(value, dict) and value:
+            flat |= flattened(value, f"{path}.")
+        else:
+            flat[path] = value
     return flat
 
 

@@ -1,11 +1,11 @@
-"""Which products engine.fp8 computes in FP8."""
+"""The matrices that engine.fp8 multiplies in FP8."""
 
 from typing import Any
 
 MULTIPLE = 16
-"""Sides of matrices in FP8 are multiples of this: PyTorch's scaled_mm requires it."""
+"""PyTorch's scaled_mm requires that both sides of a matrix are multiples of this."""
 
 
 def blocks(model: Any) -> range:
-    """The numbers of the blocks with linear layers in FP8: all but the first and the last."""
+    """The indices of the blocks with linear layers in FP8: all but the first and the last."""
     return range(1, model.layers - 1)

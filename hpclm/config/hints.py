@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import NamedTuple
 
 from hpclm.config import elsewhere, sbatch
@@ -11,16 +11,18 @@ from hpclm.config.elsewhere import SEE
 from hpclm.config.fields import keys as all_keys
 from hpclm.config.fields import type_of
 
+ALIKE = 0.6
+"""Minimum similarity of two names that is not a coincidence."""
+IN_SECTION = 0.35
+"""Highest bonus for the section of a suggestion, in addition to the similarity of its name."""
 NEAR = 0.8
-"""Minimum similarity of a misspelt name."""
-SLIP = 0.92
-"""Minimum similarity of a name within its section, before names of other sections and projects count."""
+"""Minimum of this score, and minimum similarity of a misspelt name."""
 OPTION = 0.85
 """Minimum similarity of a misspelt option."""
 KEY = re.compile(r"[A-Za-z_][\w.-]*")
 UNIT = re.compile(r"([KMGT])(i?B)?", re.IGNORECASE)
 DESCRIBE_RUNS = ("train", "submit", "resume", "planner", "config", "demo")
-"""Commands that take the settings of a run to train, so that their users may think of other projects' options and of sbatch's."""
+"""Commands that take the settings of a run. Their users may try options of other projects or of sbatch."""
 
 
 class Unknown(NamedTuple):
@@ -29,33 +31,33 @@ class Unknown(NamedTuple):
     command: str
     option: str
     values: Sequence[str]
-    """The words after it; empty if they may be a secret."""
+    """The words after the option; empty if they may be a secret."""
     secret: bool
-    """Whether it may hold a secret."""
+    """Whether its values may be a secret."""
     options: Sequence[str]
-    """The options that the command has."""
+    """The options of the command."""
     others: Mapping[str, Collection[str]]
-    """The other commands and their options."""
+    """The other commands, with their options."""
 
     @property
     def value(self) -> str:
         """The first of the values; empty without any."""
-        return self.values[0] if self.values else ""
+        return next(iter(self.values), "")
 
 
 class Advice(NamedTuple):
-    """The answer to an unknown option."""
+    """The advice for an unknown option."""
 
     text: str = ""
-    """A sentence."""
+    """A sentence; may be empty."""
     settings: tuple[str, ...] = ()
-    """Settings that take the place of the option."""
+    """Settings that replace the option."""
     foreign: bool = False
-    """Whether it is an option of another project."""
+    """Whether another project has the option."""
 
 
 def hint(key: str, keys: Sequence[str]) -> str:
-    """The end of a message about ``key``, which is not in ``keys`` (dotted keys)."""
+    """The end of the message that ``key`` is unknown. ``keys``: the dotted keys of all settings."""
     if option := _option_of_job(key):
         return f": {option}"
     if found := elsewhere.answers(key):
@@ -68,19 +70,21 @@ def hint(key: str, keys: Sequence[str]) -> str:
 
 
 def _of_key(name: str) -> str:
-    """The settings that another project's ``name`` becomes; empty without any, or if an answer is a sentence."""
+    """The settings that replace another project's ``name``; empty for an unknown name, or if an answer is a sentence."""
     found = elsewhere.answers(name)
     settings = [elsewhere.typed(answer.settings) for answer in found]
     return " or ".join(settings).replace(f"={elsewhere.MISSING}", "") if all(settings) else ""
 
 
 def _one_setting(name: str) -> str:
-    """As _of_key, but empty if another project's name becomes several settings."""
-    return _of_key(name) if all(len(answer.settings) == 1 for answer in elsewhere.answers(name)) else ""
+    """The setting that replaces another project's ``name``; empty if several together do (see _of_key)."""
+    if any(len(answer.settings) != 1 for answer in elsewhere.answers(name)):
+        return ""
+    return _of_key(name)
 
 
 def _option_of_job(key: str) -> str:
-    """The advice for job.NAME if NAME is an option of sbatch; else empty."""
+    """The advice for job.NAME if NAME is an option of sbatch; empty otherwise."""
     section, _, name = key.partition(".")
     option = sbatch.OPTIONS.get(name.replace("_", "-"))
     if section != "job" or option is None:
@@ -90,50 +94,50 @@ def _option_of_job(key: str) -> str:
 
 
 def nearest(key: str, keys: Sequence[str]) -> str:
-    """The setting of ``keys`` that is most like ``key``, or key=value; empty if no name is like it."""
+    """The setting, section or key=value with the name and section most like ``key``; empty if no name is like it."""
     parts = key.lstrip("-").replace("-", "_").lower().split(".")
-    # a letter too few or too many, before a setting of another section that has this name: model.expert, not parallel.expert
-    below = [setting for setting in keys if setting.startswith(f"{parts[0]}.")]
-    below += [setting.rpartition(".")[0] for setting in below if setting.count(".") > 1]  # sections in the section
-    inside = {setting.partition(".")[2]: setting for setting in below}
-    if slip := get_close_matches(".".join(parts[1:]), [*inside], n=1, cutoff=SLIP):
-        return inside[slip[0]]
-    section = ".".join(parts[:-1])
-    here = {setting.rpartition(".")[2]: setting for setting in keys if setting.rpartition(".")[0] == section}
-    longer = [setting for name, setting in here.items() if f"_{parts[-1]}_" in f"_{name}_"]
-    if longer:  # model.experts.z_loss: model.experts.router_z_loss, not optim.z_loss
-        return min(longer, key=len)
-    if here and "." in section:
-        return ""
-    for start in range(len(parts)):  # with and without its sections: fp16.enabled is not our checkpoint.enabled
+    places = _places(keys)
+    names = {*places, *elsewhere.names()}
+    within = ".".join([*parts[:-1], ""])  # a setting of an inner section has no counterpart elsewhere
+    inside = within if within.count(".") > 1 and any(setting.startswith(within) for setting in keys) else ""
+    best = (NEAR, "")
+    for start in range(len(parts)):  # the name with and without its sections
         name = "_".join(parts[start:])
-        if meant := _one_setting(name) or _setting_named(name, parts, keys):
-            return meant
-    known = {name for setting in keys for name in _names(setting)} | {*elsewhere.names()}
-    near = get_close_matches(parts[-1], sorted(known), n=1, cutoff=NEAR)
-    return (_one_setting(near[0]) or _setting_named(near[0], parts, keys)) if near else ""
+        close = [other for other in names if f"_{name}_" in f"_{other}_"]
+        if start == len(parts) - 1:
+            close += get_close_matches(name, names, n=50, cutoff=NEAR)
+        for other in close:
+            for section, setting in (*places.get(other, ()), ("", _one_setting(other))):
+                score = _likeness(name, other) + IN_SECTION * _likeness(".".join(parts[:start]), section)
+                if setting and setting.startswith(inside) and score > best[0]:
+                    best = (score, setting)
+    return best[1]
 
 
-def _names(setting: str) -> list[str]:
-    """Names of a setting without its first sections: model_attention_heads, attention_heads, heads."""
-    parts = setting.split(".")
-    return ["_".join(parts[start:]) for start in range(len(parts))]
+def _places(keys: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """Names of settings and inner sections (heads, attention_heads, ...) -> pairs of the section before the name and the dotted key."""
+    places: dict[str, list[tuple[str, str]]] = {}
+    for setting in (*keys, *{key.rpartition(".")[0]: None for key in keys if key.count(".") > 1}):
+        parts = setting.split(".")
+        for start in range(len(parts)):
+            places.setdefault("_".join(parts[start:]), []).append((".".join(parts[:start]), setting))
+    return places
 
 
-def _setting_named(name: str, parts: Sequence[str], keys: Sequence[str]) -> str:
-    """The setting that ends with ``name``, in the section that is like that of ``parts``, or in the first."""
-    same = [setting for setting in keys if name in _names(setting)]
-    sections = {setting.rpartition(".")[0]: setting for setting in reversed(same)}
-    near = get_close_matches(".".join(parts[:-1]), [*sections], n=1)
-    return sections[near[0]] if near else next(iter(same), "")
+def _likeness(one: str, other: str) -> float:
+    """The similarity of two names, from 0 to 1; ALIKE if one name has all words of the other, 0 below."""
+    ratio = SequenceMatcher(None, one, other).ratio()
+    alike = ratio >= ALIKE or f"_{one}_" in f"_{other}_"
+    return max(ratio, ALIKE) if one and alike else 0.0
 
 
 def mistakes(stray: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Problems with the ``stray`` words of the command line ``typed``, which name no settings file; empty if the intent is unclear."""
+    """Problems with ``stray``, words of the command line ``typed`` that name no settings file; empty if the intent is unclear."""
     explained: set[str] = set()
     problems = []
     for index, word in enumerate(typed):
-        before, after = typed[index - 1] if index else "", typed[index + 1] if index + 1 < len(typed) else "…"
+        before = "".join(typed[max(0, index - 1) : index])
+        after = "".join(typed[index + 1 : index + 2]) or "…"
         setting, _, value = word.partition("=")
         if word in explained:
             continue
@@ -154,7 +158,7 @@ def mistakes(stray: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def about_option(unknown: Unknown) -> Advice:
-    """The answer to an option that a command does not have."""
+    """The advice for an option that a command does not have."""
     if meant := elsewhere.option_meant(unknown.command, unknown.option):
         return _of_command(unknown, meant)
     describes_run = unknown.command in DESCRIBE_RUNS
@@ -177,7 +181,7 @@ def about_option(unknown: Unknown) -> Advice:
 
 
 def _of_command(unknown: Unknown, meant: str) -> Advice:
-    """The answer from the table of options that other commands have."""
+    """The advice from ``meant``: an option, a setting as key=, or a sentence (see elsewhere.option_meant)."""
     if meant.startswith("--"):
         return _question(meant, unknown.value)
     if meant.endswith("="):
@@ -187,7 +191,7 @@ def _of_command(unknown: Unknown, meant: str) -> Advice:
 
 
 def _of_run(unknown: Unknown) -> Advice | None:
-    """The setting, the option of hpclm submit or the option of sbatch that has exactly this name here or in another project."""
+    """The advice if exactly this name is a setting, an option of hpclm submit or sbatch, or another project's option; None otherwise."""
     option = unknown.option
     if option in unknown.others.get("submit", ()):
         return Advice(f"{option}: it is an option of hpclm submit")
@@ -207,15 +211,17 @@ def _of_run(unknown: Unknown) -> Advice | None:
 
 
 def _own(unknown: Unknown) -> tuple[str, ...]:
-    """The one setting with this name, with or without its section, as key=value; empty if several have it, or none."""
+    """The only setting with this name, with or without its section, as key=value; empty for several settings or none."""
     name = unknown.option.removeprefix("--").replace("-", "_")
     keys = all_keys()
-    same = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] == name]
-    return (f"{same[0]}={elsewhere.written(same[0], unknown.values)}",) if len(same) == 1 else ()
+    same = [key for key in keys if name == key] or [key for key in keys if key.rpartition(".")[2] == name]
+    if len(same) != 1:
+        return ()
+    return (f"{same[0]}={elsewhere.written(same[0], unknown.values)}",)
 
 
 def _of_submit(unknown: Unknown, settings: Sequence[str]) -> Advice | None:
-    """The option of hpclm submit for a setting of the job."""
+    """The advice to use an option of hpclm submit, if the first setting belongs to job; None otherwise."""
     option = "--" + settings[0].partition("=")[0].removeprefix("job.")
     if not settings[0].startswith("job."):
         return None

@@ -1,11 +1,12 @@
-"""The settings of a job: what to request from the scheduler, and how its processes find each other."""
+"""Settings of a job: what to request from the scheduler, and how the processes find each other."""
 
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from hpclm.config.checks import as_list
 from hpclm.config.sbatch import OPTIONAL_VALUE, OPTIONS
 from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
@@ -13,7 +14,7 @@ from hpclm.config.setting import setting
 CLUSTERS = dict.fromkeys(("auto", "slurm", "local", "mpirun"), "")
 LONGEST_TIMEOUT = 1_000_000  # minutes, two years: PyTorch counts in nanoseconds
 
-# Syntax of sbatch fields, so that a typo is found here and not by Slurm, or silently misread.
+# The syntax of sbatch. Without these patterns, Slurm would find a typo much later, or misread it.
 SHAPES = {
     "time": (
         re.compile(r"\d{1,9}(:[0-5]?\d){0,2}|\d{1,9}-\d{1,9}(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE),
@@ -25,7 +26,7 @@ WITHOUT_SPACES = ("partition", "exclude", "nodelist", "modules")
 NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
 MAIL = """Slurm sends it: 'job.options={mail-type: "END,FAIL", mail-user: you@example.org}'"""
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Variables that bash does not allow to be set, and those that tell a process its rank.
+# Variables that bash protects, and variables that give a process its rank.
 RESERVED = re.compile(
     r"BASHOPTS|BASH_VERSINFO|EUID|PPID|SHELLOPTS|UID|IFS|BASH_ENV|ENV|(SLURM|SLURMD|OMPI_COMM|PMI|PMIX|TORCHELASTIC|HPCLM)_\w*"
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
@@ -33,7 +34,7 @@ RESERVED = re.compile(
 
 
 def _shaped(name: str, shape: re.Pattern[str], meaning: str) -> Rule:
-    """That a text has the form that sbatch takes."""
+    """The rule that job.``name`` has the syntax of sbatch."""
     return Rule(
         lambda job: getattr(job, name) is not None and not shape.fullmatch(getattr(job, name)),
         lambda job: f"job.{name}={getattr(job, name)!r} must be {meaning}",
@@ -41,14 +42,10 @@ def _shaped(name: str, shape: re.Pattern[str], meaning: str) -> Rule:
 
 
 def _one_line(name: str, blank: bool) -> Rule:
-    """That a text, or each of a list, is one line; ``blank``: it may have spaces."""
-
-    def wrong(job: Any) -> list[str]:
-        value = getattr(job, name)
-        lines = value if isinstance(value, list) else [value]
-        return [problem for line in lines for problem in _line(f"job.{name}", line, blank)]
-
-    return Rule(wrong)
+    """The rule that job.``name``, a text or a list, has no line breaks; ``blank``: spaces are allowed."""
+    return Rule(
+        lambda job: [wrong for line in as_list(getattr(job, name)) for wrong in _line(f"job.{name}", line, blank)]
+    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ class JobConfig(Section, key="job"):
 
 
 def seconds_of(time: str) -> float:
-    """Seconds of a time limit (sbatch(1)): minutes[:seconds], h:m:s, days-h[:m[:s]]; 0 minutes and words mean no limit."""
+    """Seconds of a time limit (see sbatch(1)): minutes[:seconds], h:m:s, days-h[:m[:s]]; inf for 0 and for words."""
     if not time[0].isdigit():
         return math.inf
     days, _, rest = time.rpartition("-")
@@ -200,7 +197,7 @@ def _is_text(value: str) -> bool:
 
 
 def _line(setting: str, value: str | None, blank: bool) -> Iterator[str]:
-    """Problems with a one-line text; ``blank``: it may contain spaces."""
+    """Problems with a text of one line; ``blank``: spaces are allowed."""
     if value is None:
         return
     if not value.strip() or not _is_text(value):
@@ -224,9 +221,9 @@ def _option(name: str, value: str) -> Iterator[str]:
 
 
 def _target(number: int, target: str) -> Iterator[str]:
-    """Problems with an entry of job.notify. They do not show its text, because a webhook is a password."""
+    """Problems with an entry of job.notify. The messages do not show it, because a webhook is a password."""
+    mail = f"; for mail, {MAIL}" if target.startswith("mailto:") else ""
     if not NOTIFY.fullmatch(target):
-        mail = f"; for mail, {MAIL}" if target.startswith("mailto:") else ""
         yield f"job.notify.{number} is not a target; it must be a webhook, or $NAME of an environment variable that holds one{mail}"
 
 
@@ -255,7 +252,7 @@ class ClusterConfig(Section, key="cluster"):
     )
     interface: str | None = setting(
         None,
-        "Network interface between nodes; null: the one to the first node (gloo), NCCL's choice. "
+        "Network interface between nodes; null: the interface to the first node for gloo, NCCL's own choice for NCCL. "
         "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME override it.",
     )
     preflight: bool = setting(
@@ -264,7 +261,7 @@ class ClusterConfig(Section, key="cluster"):
     self_check: bool | None = setting(
         None,
         "Self-check before a run: compare two steps of two blocks with a plain implementation in fp32, and use a "
-        "slower one where they differ. null: on GPUs.",
+        "slower implementation if they differ. null: on GPUs.",
     )
     verify_every: int = setting(
         500,

@@ -19,19 +19,17 @@ from hpclm.config.fields import declaration_of, keys, nested, path_separator, re
 from hpclm.config.optim import Group
 from hpclm.config.reading import is_null, node, plain, scalar, where, with_texts
 from hpclm.config.schema import RunConfig
-from hpclm.config.section import build, leaves
+from hpclm.config.section import build_section, leaves
 from hpclm.config.settings import Setting
 from hpclm.config.typed import shown_setting, typed
 
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-
-
 DEFAULT_OUT = Setting("out", scalar(RunConfig.out, quoted=True), scalar("out"), "out")
 """The only default that refers to another setting."""
 
 
 def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | None = None) -> RunConfig:
-    """``base``, or the defaults, with all ``settings`` in their order; ConfigError with ``problems`` and everything else that is wrong."""
+    """``base``, or the defaults, overridden by ``settings`` in their order; ConfigError with ``problems`` and all further ones."""
     values = dict(leaves(base or RunConfig()))
     refused: set[str] = set()
     references: dict[str, Setting] = {}
@@ -44,7 +42,9 @@ def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | No
                 references[setting.key] = _with_reference(setting)
                 continue
             value = _value(setting)
-            values[field] = value if name is None else {**values[field], name: value}
+            if name is not None:
+                value = {**values[field], name: value}
+            values[field] = value
     if base is None and all(setting.key != "out" for setting in settings):
         references["out"] = DEFAULT_OUT
     tree = _tree(values, {key: plain(setting.node) for key, setting in references.items()})
@@ -53,7 +53,7 @@ def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | No
             continue
         with _collected(key, problems, refused):
             values[key] = _value(_resolved(setting, tree))
-    run, wrong = build(RunConfig, values, refused)
+    run, wrong = build_section(RunConfig, values, refused)
     problems += wrong
     if problems:
         raise ConfigError(problems)
@@ -62,7 +62,7 @@ def merge(settings: Sequence[Setting], problems: list[str], base: RunConfig | No
 
 @contextmanager
 def _collected(key: str, problems: list[str], refused: set[str]) -> Iterator[None]:
-    """Add the problems that the block raises for a setting to ``problems``, and its key to ``refused``."""
+    """If the block raises ConfigError, add its problems to ``problems`` and ``key`` to ``refused``."""
     try:
         yield
     except ConfigError as error:
@@ -71,21 +71,23 @@ def _collected(key: str, problems: list[str], refused: set[str]) -> Iterator[Non
 
 
 def inserts_settings(key: str) -> bool:
-    """Whether ${NAME} in the value of ``key`` is another setting: not in what is for a shell or another program."""
+    """Whether ${NAME} in the value of ``key`` inserts another setting. Values for a shell or another program stay verbatim."""
     kind = required(type_of(key))
     of_program = key.startswith("job.") or get_origin(kind) is dict or kind == list[Group]
     return path_separator(key) is not None or not of_program
 
 
 def literal(value: Any) -> Any:
-    """``value``, which is text or a list of text, with ${...} escaped; any other unchanged."""
+    """``value``, if it is text or a list of text, with ${...} escaped; any other value unchanged."""
     if isinstance(value, (list, tuple)):
         return [literal(inner) for inner in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
 def _checked(setting: Setting) -> Setting:
-    """The setting, with environment variables in paths; ConfigError if it does not exist, or not with such a value."""
+    """The setting with environment variables in paths expanded; ConfigError if the setting or the variable does not exist."""
     wrong = _wrong(setting, type_of(setting.key), plain(setting.node))
     if wrong:
         raise ConfigError(f"{wrong}{where(setting.at)}")
@@ -104,7 +106,6 @@ def _checked(setting: Setting) -> Setting:
 
 
 def _wrong(setting: Setting, kind: Any, value: Any) -> str:
-    """The problem with a setting of any type; empty without one."""
     key = setting.name
     if kind is None:
         return _unknown(key)
@@ -139,7 +140,7 @@ def _unknown(key: str) -> str:
 
 
 def _value(setting: Setting) -> Any:
-    """The typed value of a setting, with home folders in paths."""
+    """The value of a setting in its declared type, with ~ in paths expanded."""
     if setting.key == "batch.micro_size" and plain(setting.node) == "auto":
         return 0
     value = typed(setting.name, setting.node, type_of(setting.key))
@@ -155,12 +156,13 @@ def _value(setting: Setting) -> Any:
 
 
 def _with_home(text: str, separator: str) -> str:
-    parts = text.split(separator) if separator else [text]
-    return separator.join(map(paths.with_home, parts))
+    if not separator:
+        return paths.with_home(text)
+    return separator.join(map(paths.with_home, text.split(separator)))
 
 
 def _tree(values: dict[str, Any], references: dict[str, Any]) -> Any:
-    """Settings by name, for references to insert; without text for other programs that looks like a reference."""
+    """The settings that references can insert. Text for other programs that looks like a reference is left out."""
     tree = {key: literal(value) for key, value in values.items() if inserts_settings(key) or not _has_reference(value)}
     return OmegaConf.create(nested(tree | references), flags={"allow_objects": True})
 
@@ -170,7 +172,7 @@ def _has_reference(value: Any) -> bool:
 
 
 def _with_reference(setting: Setting) -> Setting:
-    """The setting, with all of its value as text; ConfigError if a ${ in it is not closed."""
+    """The setting with every value in it as text; ConfigError if a ${ is not closed."""
     setting = setting._replace(node=with_texts(setting.node))
     with _resolving(setting):
         OmegaConf.create([plain(setting.node)])
@@ -178,16 +180,17 @@ def _with_reference(setting: Setting) -> Setting:
 
 
 def _resolved(setting: Setting, tree: Any) -> Setting:
-    """The setting with the values of others in place of their names; ConfigError for an unknown name."""
+    """The setting with values in place of references; ConfigError for an unknown name."""
     with _resolving(setting):
         value = OmegaConf.select(tree, setting.key, throw_on_missing=True)
-        found = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-    return setting._replace(node=node(found, setting.node.start_mark))
+        if isinstance(value, Container):
+            value = OmegaConf.to_container(value, resolve=True)
+    return setting._replace(node=node(value, setting.node.start_mark))
 
 
 @contextmanager
 def _resolving(setting: Setting) -> Iterator[None]:
-    """ConfigError if ${...} of a setting cannot be replaced in the block."""
+    """ConfigError if the block cannot replace ${...} in a setting."""
     try:
         yield
     except OmegaConfBaseException as error:

@@ -11,8 +11,9 @@ from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
-MAX_LAYERS, MAX_TOKENS = 10_000, 1 << 31
-"""Limits that keep a wrong number from building layers for hours, and products of sizes within 64 bits."""
+MAX_LAYERS = 10_000
+MAX_TOKENS = 1 << 31
+"""The limits stop a mistyped number from building layers for hours, and keep products of sizes within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class ModelConfig(Section, key="model"):
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of attention that layers have."""
+        """The kinds of attention that occur in layers."""
         return {self.attention.kind(layer) for layer in range(self.layers)}
 
     @property
@@ -182,24 +183,24 @@ class ModelConfig(Section, key="model"):
 
     @property
     def rotates_pairs(self) -> bool:
-        """Whether rotary positions turn an even number of features, at most all of a head."""
+        """Whether rotary positions rotate an even number of features, at most the width of a head."""
         return self.rotated % 2 == 0 and 0 < self.rotated <= self.head_width
 
     @property
     def rotated(self) -> int:
-        """Features of a head that rotary positions turn."""
+        """Number of features per head that rotary positions rotate."""
         return int(self.head_width * self.rope.fraction)
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:
-        """Whether q, k and v, attention's output projection and the MLP have biases."""
+        """Whether (queries, keys and values; attention's output projection; the MLP) have biases."""
         given = self.attention.qkv_bias, self.attention.out_bias, self.mlp_bias
         qkv, out, mlp = (self.bias if bias is None else bias for bias in given)
         return qkv, out, mlp
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP is gated."""
+        """Whether the MLP multiplies its inner activations by a gate."""
         return "glu" in self.activation
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of what is measured and recorded while a run trains: evaluation, logging, profiling."""
+"""Settings of evaluation, logging and profiling."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -54,14 +54,13 @@ class LogConfig(Section, key="log"):
     )
 
     def missing_libraries(self) -> list[str]:
-        """Libraries that the sinks need and that are not installed here."""
-        named = (name for name in self.sinks if name in SINKS)
-        return [text for name in named if (text := extras.missing(f"log.sinks=[{name}]", name))]
+        """A problem for each library that the sinks need and that is not installed here."""
+        return list(filter(None, (extras.missing(f"log.sinks=[{name}]", name) for name in self.sinks if name in SINKS)))
 
 
 @dataclass(frozen=True)
 class ProfileConfig(Section, key="profile"):
-    """Where the time of a step goes, by torch.profiler."""
+    """A profile of a step's time, by torch.profiler."""
 
     steps: tuple[int, int] | None = setting(
         None,

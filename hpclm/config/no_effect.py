@@ -1,7 +1,7 @@
-"""Settings that change nothing in a run, because of the number of processes, the run's length, its data or its device.
+"""Find settings that have no effect because of the number of processes, the run's length, its data or its device.
 
-Each is a warning, because it may be meant, such as where a preset's settings serve a smaller run. Only new settings of a run that has nothing left to train are refused (``check_finished``): they would be
-recorded as if something had been trained with them.
+They are warnings, because the user may mean them, such as a preset's settings in a smaller run. Only ``check_finished`` refuses
+settings: new ones of a run with nothing left to train would be recorded as if they had been used.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.base.errors import ConfigError
-from hpclm.config.checks import RefusedError, named
+from hpclm.base.terminal import many
+from hpclm.config.checks import RefusedSettingError, assignment
 from hpclm.config.compose import of_run
 from hpclm.config.schema import RunConfig
 from hpclm.config.section import Rule, broken, given, no_effect
@@ -21,17 +22,17 @@ TRAINING = (
     *("optim.", "scaler.", "batch.", "budget.", "seed"),
     *("model.dropout", "model.attention.dropout", "model.experts.balance_", "model.experts.router_z_loss"),
 )
-"""Beginnings of settings without effect if no step follows; those of evaluations, logs and checkpoints may have one."""
+"""Prefixes of settings that have no effect if no step follows. Settings of evaluations, logs and checkpoints may still have one."""
 
 
 class Facts:
-    """A run, and what is known about it. Reading what is not known raises RefusedError, which skips a rule."""
+    """A run, and the known facts about it. Reading an unknown fact raises RefusedSettingError, which skips the rule."""
 
     def __init__(self, run: RunConfig, **known: Any):
         vars(self).update(run=run, **known)
 
     def __getattr__(self, name: str) -> Any:
-        raise RefusedError(name)
+        raise RefusedSettingError(name)
 
 
 def by_facts(run: RunConfig, **known: Any) -> Iterator[str]:
@@ -49,27 +50,27 @@ def _ranks(facts: Any) -> int:
 
 
 def _alone(facts: Any) -> Iterator[str]:
-    """Settings about the work of several data-parallel replicas, in a run with one."""
+    """Settings for several data-parallel replicas, in a run with one."""
     engine = facts.run.engine
-    if (
-        _ranks(facts) > 1 or engine.name not in SUPPORTS or engine.name == "deepspeed"
-    ):  # DeepSpeed computes in another way with them
+    # DeepSpeed's computation depends on these settings even with one replica
+    if _ranks(facts) > 1 or engine.name not in SUPPORTS or engine.name == "deepspeed":
         return
-    stage = ["engine.zero_stage"] if engine.zero_stage else []
-    others = ("engine.bucket_mb", "engine.gradients", "engine.defer_reduction", "parallel.shard")
-    if words := given(facts.run, *stage, *others):
+    keys = ["engine.bucket_mb", "engine.gradients", "engine.defer_reduction", "parallel.shard"]
+    if engine.zero_stage:
+        keys.insert(0, "engine.zero_stage")
+    words = given(facts.run, *keys)
+    if words:
         yield f"{no_effect(words)} with one data-parallel replica"
 
 
 def _end(facts: Any) -> str:
-    steps = facts.length.steps
-    return f"the run ends after {steps} step{'s' if steps != 1 else ''}"
+    return f"the run ends after {many(facts.length.steps, 'step')}"
 
 
 def _after_end(facts: Any) -> Iterator[str]:
-    """Settings of steps that do not come."""
-    run, steps = facts.run, facts.length.steps
-    first = run.profile.steps[0] if run.profile.steps else None
+    run = facts.run
+    steps = facts.length.steps
+    first, _ = run.profile.steps or (None, None)
     later = {"stop_at": run.stop_at, "exit_interval": run.exit_interval}
     later |= {"checkpoint.keep_every": run.checkpoint.keep_every, "profile.steps: step": first}
     for name, step in later.items():
@@ -78,20 +79,19 @@ def _after_end(facts: Any) -> Iterator[str]:
 
 
 def _epochs(facts: Any) -> Iterator[str]:
-    """Saves at the ends of epochs that do not come."""
-    epochs, samples = facts.run.checkpoint.epochs, facts.length.samples
+    epochs = facts.run.checkpoint.epochs
+    samples = facts.length.samples
     if epochs is not None and samples is not None and samples < epochs * facts.per_epoch:
         words = given(facts.run, "checkpoint.epochs", "checkpoint.keep_epochs")
         yield f"{no_effect(words)}: the run ends after {samples / facts.per_epoch:.3g} epochs"
 
 
 def _no_evaluations(facts: Any) -> Iterator[str]:
-    """Settings of evaluations where the data keep nothing for them."""
+    """Settings of evaluations, if no data is held out for them."""
     run = facts.run
-    if facts.held_out or not run.evaluate.every:
-        return
-    if words := given(run, "evaluate.every", "evaluate.batches", "checkpoint.keep_best"):
-        yield f"{no_effect(words)}: the data settings keep nothing for evaluations ({named(run, 'data.split')}, data.valid, data.validation)"
+    words = given(run, "evaluate.every", "evaluate.batches", "checkpoint.keep_best")
+    if words and run.evaluate.every and not facts.held_out:
+        yield f"{no_effect(words)}: the data settings keep nothing for evaluations ({assignment(run, 'data.split')}, data.valid, data.validation)"
 
 
 def _in_fp32(facts: Any) -> Iterator[str]:
@@ -137,8 +137,8 @@ OF_FACTS = (
 
 
 def check_finished(run: RunConfig, step: int, end: int | None) -> None:
-    """ConfigError if the newest checkpoint, of ``step``, is at the last step, ``end``, or past it, and ``run`` has other settings
-    of training than its config.yaml."""
+    """ConfigError if ``step``, the newest checkpoint's, is not before the last step ``end``, but ``run`` trains with other settings
+    than its config.yaml says."""
     if end is None or step < end:
         return
     try:
@@ -146,8 +146,8 @@ def check_finished(run: RunConfig, step: int, end: int | None) -> None:
     except ConfigError:  # without a valid config.yaml, nothing can be compared
         return
     changes = {key: now for key, (now, _) in run.diff(before).items() if key.startswith(TRAINING)}
-    changes.pop("batch.micro_size", None)  # chosen anew on other GPUs
-    if step == end:  # another budget of the same length
+    changes.pop("batch.micro_size", None)  # auto chooses anew on other GPUs
+    if step == end:  # another budget may end at the same step
         changes = {key: now for key, now in changes.items() if not key.startswith("budget.")}
     if changes:
         named = ", ".join(f"{key}={value}" for key, value in changes.items())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypedDict
 
 from hpclm.config.checks import typed
-from hpclm.config.optimizers import OPTIMIZERS, READ_BY_SOME, described, optimizers_with
+from hpclm.config.optimizers import OPTIMIZERS, READ_BY_SOME, optimizers_help, optimizers_with
 from hpclm.config.section import Rule, Section, given, no_effect
 from hpclm.config.setting import setting
 
@@ -19,7 +19,7 @@ SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
 
 FP16 = "engine.precision=fp16"
 ENDLESS = ("constant", "fairseq_inverse_sqrt")
-"""Schedules without an end, to which min_lr and schedule_length mean nothing."""
+"""Schedules without an end, which ignore min_lr and schedule_length."""
 
 
 class Group(TypedDict, total=False):
@@ -34,7 +34,7 @@ class Group(TypedDict, total=False):
 class OptimConfig(Section, key="optim"):
     """Optimizer and learning-rate schedule."""
 
-    name: str = setting("adamw", described(), names=OPTIMIZERS)
+    name: str = setting("adamw", optimizers_help(), names=OPTIMIZERS)
     arguments: dict[str, Any] = setting({}, "Arguments of your own optimizer: {betas: [0.9, 0.99]}.")
     lr: float = setting(6e-4, "Peak learning rate.", at_least=0)
     min_lr: float = setting(6e-5, "Learning rate at the end of the schedule.", at_least=0)
@@ -76,7 +76,7 @@ class OptimConfig(Section, key="optim"):
         more_than=0,
         only_with="not model.attention.qk_norm: the scores are bounded already",
     )
-    clip: float = setting(1.0, "Maximum global gradient norm; 0: none.", at_least=0)
+    clip: float = setting(1.0, "Maximum global gradient norm; 0: no clipping.", at_least=0)
     schedule: str = setting(
         "cosine",
         "constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine, "
@@ -122,12 +122,15 @@ class OptimConfig(Section, key="optim"):
         "128 steps. clip_update (Marin): limit updates to the mean norm and 3 deviations.",
     )
     nonfinite_limit: int = setting(
-        20, "Consecutive steps skipped for NaN or infinity that end the run (93).", at_least=1, unit="steps"
+        20,
+        "End the run (exit code 93) after this many consecutive steps with NaN or infinity.",
+        at_least=1,
+        unit="steps",
     )
     spike: float = setting(
         0.5,
-        "A loss this many nats and 10 deviations above the median of 100 steps is a spike; checkpoints in one do "
-        "not replace healthy ones. 0: off.",
+        "A loss this many nats and 10 deviations above the median of 100 steps is a spike; checkpoints "
+        "during a spike do not replace healthy ones. 0: off.",
         at_least=0,
         unit="nats",
     )
@@ -199,9 +202,11 @@ class OptimConfig(Section, key="optim"):
 
     @property
     def of_end(self) -> list[str]:
-        """The settings about the end of a schedule that differ from their defaults."""
-        lengths = ["optim.schedule_length"] if self.warmup_fraction is None else []
-        return given(self, "optim.min_lr", *lengths)
+        """The settings about the end of a schedule that differ from their defaults, as key=value."""
+        keys = ["optim.min_lr"]
+        if self.warmup_fraction is None:
+            keys.append("optim.schedule_length")
+        return given(self, *keys)
 
     @property
     def warms_up(self) -> bool:
@@ -209,7 +214,7 @@ class OptimConfig(Section, key="optim"):
         return bool(self.warmup or self.warmup_fraction)
 
     def outlasting(self, budget: int | None) -> str | None:
-        """A problem if warm-up and final decay of wsd overlap, so that the learning rate would jump.
+        """A problem if the warm-up and the final decay of wsd overlap, because the learning rate would jump.
 
         ``budget``: length of the run in ``unit``, if known; schedule_length overrides it.
         """
@@ -220,8 +225,8 @@ class OptimConfig(Section, key="optim"):
         decay = self.wsd_decay or max(1, length // 10)
         if rise >= length or rise + decay <= length:  # a run that ends during the warm-up only causes a warning
             return None
-        whole = "optim.schedule_length" if self.schedule_length is not None else "the budget"
-        shown = f"optim.wsd_decay={self.wsd_decay}" if self.wsd_decay else f"the final decay of {decay} (a tenth)"
+        whole = "the budget" if self.schedule_length is None else "optim.schedule_length"
+        shown = f"optim.wsd_decay={decay}" if self.wsd_decay else f"the final decay of {decay} (a tenth)"
         return (
             f"the warm-up of {rise:g} + {shown} = {rise + decay:g} {self.unit} must be at most {whole}={length}: otherwise the "
             f"learning rate would jump; shorten them, or extend the budget"
@@ -229,8 +234,8 @@ class OptimConfig(Section, key="optim"):
 
 
 def _unusable(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Problems with an entry of optim.groups."""
-    said, pattern = f"optim.groups: {entry}", entry.get("match")
+    said = f"optim.groups: {entry}"
+    pattern = entry.get("match")
     amounts = {name: value for name, value in entry.items() if name != "match"}
     if unknown := sorted(map(str, amounts.keys() - {"lr", "weight_decay"})):
         yield f"{said} has unknown {', '.join(unknown)}; an entry has match, and lr or weight_decay or both"
@@ -250,7 +255,7 @@ def _unusable(entry: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ScalerConfig(Section, key="scaler"):
-    """Loss scale for fp16: doubles after a quiet window, halves on overflow."""
+    """The loss scale of fp16. It doubles after a window without overflow, and halves on overflow."""
 
     initial: float = setting(65536.0, "First loss scale.", more_than=0, only_with=FP16)
     window: int = setting(1000, "Steps without overflow until it doubles.", at_least=1, unit="steps", only_with=FP16)

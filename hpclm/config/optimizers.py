@@ -1,6 +1,6 @@
-"""The optimizers by name: what makes each, what state it keeps of a weight, and which settings it reads. Needs no PyTorch.
+"""The optimizers by name: their constructors, the state that each keeps per weight, and the settings that each reads.
 
-A matrix is [A, B].
+Needs no PyTorch. A matrix is [A, B].
 """
 
 import re
@@ -18,15 +18,15 @@ EXAMPLES: Sequence[tuple[str, Shape]] = (
     ("block0.norm1.weight", (2,)),
     ("tokens.weight", (2, 2)),
 )
-"""Names and shapes of a weight of each sort: a matrix of a block, which is what most parameters belong to, comes first."""
+"""The name and the shape of one weight of each kind. A block's matrix comes first, because most parameters belong to such matrices."""
 
 EXPERTS = re.compile(r"block\d+\.mlp\.experts\.(up|down)(_bias)?")
-"""Names of weights that are stacks of those of experts."""
+"""Names of weights that stack the weights of all experts in a layer."""
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor in fp32 that an optimizer keeps of a weight."""
+    """A tensor in fp32 that an optimizer keeps for a weight."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
@@ -41,18 +41,18 @@ class StateTensor:
 
 
 State = Mapping[str, StateTensor]
-"""By the names that the optimizer gives the tensors."""
+"""The optimizer's name of a tensor -> the tensor."""
 
 
 @dataclass(frozen=True)
 class MatrixCost:
-    """The cost of updating one weight as a whole matrix, for the process that does it."""
+    """The cost of updating one weight as a whole matrix, for the process that updates it."""
 
     flops: float = 0.0
     element: int = 4
-    """Bytes of a value that is exchanged."""
+    """Bytes of each exchanged value."""
     scratch: float = 0.0
-    """Bytes for what is made of the matrix on the way."""
+    """Bytes of intermediate results."""
 
 
 @dataclass(frozen=True)
@@ -60,82 +60,87 @@ class OptimizerKind:
     """One optimizer."""
 
     path: str
-    """module:name of the function that makes it from (weights, optim)."""
+    """module:name of the function that constructs it from (weights, optim)."""
     summary: str
     """For the documentation of optim.name."""
     state: Callable[[str, Shape, Settings], State]
-    """Name and shape of a weight, and settings -> the tensors that are kept of it; checkpoints have each as ``optim.TENSOR.WEIGHT``."""
+    """(name, shape, settings) of a weight -> the tensors of its state, which checkpoints store as ``optim.TENSOR.WEIGHT``."""
     group_state: tuple[str, ...] = ()
     """Numbers in a parameter group that updates change, equal on all processes."""
     matrices: Callable[[str, Shape], bool] | None = None
-    """Whether the weight with this name and shape is updated as a whole matrix, by one process; None: no weight is."""
+    """Whether one process updates the weight with this name and shape as a whole matrix; None: False for every weight."""
     cost: Callable[[Settings, Sequence[tuple[int, int]]], MatrixCost] = lambda optim, parts: MatrixCost()
     """The cost of a weight that is updated as a whole matrix; ``parts``: the shapes (A, B) of the matrices that it fuses."""
     settings: tuple[str, ...] = ()
-    """Settings under ``optim`` that it reads, of those that not every optimizer reads."""
+    """The settings under ``optim`` that it reads and some other optimizer does not."""
     exact: Mapping[str, Any] = field(default_factory=dict)
-    """Values of these settings for which all of its computation is in fp32."""
+    """The values of settings with which it computes everything in fp32."""
     family: str = "adamw"
     """Optimizers of one family can resume from each other's state."""
     reference: str | None = None
-    """The optimizer of plain PyTorch that makes the same updates; None: itself."""
+    """The name of a plain PyTorch optimizer with the same updates; None: this one."""
     offloaded: bool = False
     """Whether it updates weights in CPU memory, and needs engine.offload."""
 
     def bytes_per_parameter(self, optim: Settings, example: tuple[str, Shape] = EXAMPLES[0]) -> int:
-        """Bytes of state of the weight's shape for a parameter of ``example``: by default a block's matrix."""
+        """Bytes of state with the weight's shape per parameter of ``example``, by default a block's matrix."""
         name, shape = example
         return 4 * len(tensors_held(self.state(name, shape, optim)))
 
     def elementwise(self, optim: Settings) -> bool:
-        """Whether any slice of a flattened weight can be updated without the rest."""
+        """Whether it can update any slice of a flattened weight without the rest."""
         every = (tensor for name, shape in EXAMPLES for tensor in self.state(name, shape, optim).values())
         return not self.matrices and not self.group_state and all(tensor.where == "weight" for tensor in every)
 
 
 def tensors_held(state: State, where: Where = "weight") -> dict[str, StateTensor]:
-    """Those of the tensors of ``state`` that are held ``where``."""
+    """The tensors of ``state`` with this value of ``where``."""
     return {name: tensor for name, tensor in state.items() if tensor.where == where}
 
 
 def like_weight(*names: str) -> Callable[[str, Shape, Settings], State]:
-    """Tensors of the weight's shape."""
+    """The state of an optimizer that keeps these tensors, each with the weight's shape."""
     return lambda name, shape, optim: dict.fromkeys(names, StateTensor(tuple(shape)))
 
 
 def stacked(name: str) -> bool:
-    """Whether a weight is a stack of those of experts, along its first dimension."""
+    """Whether a weight stacks the weights of experts along its first dimension."""
     return bool(EXPERTS.fullmatch(name))
 
 
 def dimensions(name: str, shape: Shape) -> int:
-    """2 of a matrix, 1 of a bias or norm; of a stack, those of one expert's."""
+    """2 for a matrix, 1 for a bias or norm; for a stack, the dimensions of one expert's weight."""
     return len(shape) - stacked(name)
 
 
 def block_matrix(name: str, shape: Shape) -> bool:
-    """Whether a weight is a matrix of a block, or a stack of such: no embedding, output projection, norm or bias.
+    """Whether a weight is a matrix of a block, or a stack of such matrices; False for embeddings, output projection, norms, biases.
 
-    The weight of a router is one, as in Moonlight, which saw Muon change routers most (Liu et al. 2025), and in Megatron-LM.
+    The router's weight counts, as in Megatron-LM and in Moonlight, where Muon changed routers most (Liu et al. 2025).
     """
     return dimensions(name, shape) == 2 and name.startswith("block")
 
 
 def momentum(name: str, shape: Shape, optim: Settings) -> State:
-    """Muon's momentum of the blocks' matrices, and Adam's moments of the other weights."""
-    return (MOMENTUM if block_matrix(name, shape) else MOMENTS)(name, shape, optim)
+    """Muon's momentum for the blocks' matrices, and Adam's moments for the other weights."""
+    if block_matrix(name, shape):
+        return MOMENTUM(name, shape, optim)
+    return MOMENTS(name, shape, optim)
 
 
 def newton_schulz(optim: Settings, parts: Sequence[tuple[int, int]]) -> MatrixCost:
-    """Muon's iterations: X X^T, its square, and their sum times X (Jordan et al. 2024)."""
-    values, element = sum(map(prod, parts)), 2 if optim.newton_schulz_type == "bf16" else 4
-    parts = parts if optim.split else [(sum(rows for rows, _ in parts), parts[0][1])]
+    """The cost of Muon's iterations: X X^T, its square, and their sum times X (Jordan et al. 2024)."""
+    values = sum(map(prod, parts))
+    element = 2 if optim.newton_schulz_type == "bf16" else 4
+    if not optim.split:
+        parts = [(sum(rows for rows, _ in parts), parts[0][1])]
     small = [(min(part), max(part)) for part in parts]
     flops = sum(optim.newton_schulz_steps * (4 * a * a * b + 2 * a**3) for a, b in small)
     return MatrixCost(flops, element, element * 2 * (values + max(a for a, _ in small) ** 2))
 
 
-MOMENTS, MOMENTUM = like_weight("exp_avg", "exp_avg_sq"), like_weight("momentum_buffer")
+MOMENTS = like_weight("exp_avg", "exp_avg_sq")
+MOMENTUM = like_weight("momentum_buffer")
 ADAM = ("betas", "eps")
 MUON = ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split")
 OPTIMIZERS = {
@@ -167,7 +172,7 @@ OPTIMIZERS = {
 READ_BY_SOME = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings))
 """Settings under ``optim`` that not every optimizer reads."""
 OF_USERS = OptimizerKind("", "of your own", MOMENTS, family="")
-"""The assumption about a user's own optimizer before it is imported: it has the state of AdamW."""
+"""A user's own optimizer before its import. Its state is assumed to be AdamW's."""
 
 
 def row(name: str) -> OptimizerKind:
@@ -181,11 +186,11 @@ def readers(setting: str) -> list[str]:
 
 
 def optimizers_with(setting: str) -> str:
-    """The condition of settings that only some optimizers read."""
+    """The condition (see setting.Condition) of a setting that only some optimizers read."""
     return f"optim.name={'|'.join(readers(setting))}|own"
 
 
-def described() -> str:
-    """The optimizers, for the documentation of optim.name."""
+def optimizers_help() -> str:
+    """The documentation of optim.name."""
     shipped = "; ".join(f"{name}: {kind.summary}" for name, kind in OPTIMIZERS.items())
     return f"{shipped}; or package.module:Name (hpclm docs your-own-code)."

@@ -1,4 +1,4 @@
-"""How a step's samples are divided over processes and micro-batches, and how long a run is: pure arithmetic."""
+"""The division of a step's samples over processes and micro-batches, and the length of a run."""
 
 from dataclasses import dataclass
 from math import gcd
@@ -33,12 +33,11 @@ class Plan:
         if rampup:
             sizes |= {"batch.rampup's start": rampup.start, "batch.rampup's increment": rampup.increment}
         per_replica, left = divmod(global_size, max(processes, 1))
-        way_out = (
-            f"batch.global_size={-(-global_size // max(unit, 1)) * unit}"
-            if left
-            else f"batch.micro_size={gcd(per_replica, micro_size)}"
-        )
-        fits = "" if rampup else f"; {way_out} fits"
+        fits = f"; batch.micro_size={gcd(per_replica, micro_size)} fits"
+        if left:
+            fits = f"; batch.global_size={-(-global_size // max(unit, 1)) * unit} fits"
+        if rampup:
+            fits = ""
         wrong = [
             f"{name}={size} must be a multiple of batch.micro_size={micro_size} x {many(processes, 'data-parallel replica')} = "
             f"{unit}{fits}"
@@ -59,18 +58,19 @@ class Plan:
         return min(self.global_size, ramp.start + level * ramp.increment)
 
     def accumulation(self, samples: int) -> int:
-        """Micro-batches per replica in that step."""
+        """Micro-batches per replica in the step that begins after ``samples`` samples."""
         return self.batch_size(samples) // (self.micro_size * self.data)
 
     def accumulations(self) -> list[int]:
-        """Micro-batches per replica of every batch size of the run, ascending."""
-        ramp = self.rampup
-        sizes = range(ramp.start, self.global_size + 1, ramp.increment) if ramp else [self.global_size]
+        """Micro-batches per replica for every batch size of the run, ascending."""
+        ramp = self.rampup or Rampup(self.global_size, 1, 0)
+        sizes = range(ramp.start, self.global_size + 1, ramp.increment)
         return [size // (self.micro_size * self.data) for size in sizes]
 
     def samples_after(self, steps: int, begin: int = 0) -> int:
         """Samples consumed ``steps`` steps after ``begin`` samples."""
-        done, samples = 0, begin
+        done = 0
+        samples = begin
         while done < steps and self.batch_size(samples) < self.global_size:
             samples += self.batch_size(samples)
             done += 1
@@ -78,7 +78,8 @@ class Plan:
 
     def steps_within(self, samples: int, begin: int = 0) -> int:
         """Number of whole steps from ``begin`` samples to ``samples`` samples; negative if ``begin`` is past them."""
-        steps, used = 0, begin
+        steps = 0
+        used = begin
         while self.batch_size(used) < self.global_size and used + self.batch_size(used) <= samples:
             used += self.batch_size(used)
             steps += 1
@@ -93,5 +94,5 @@ class Length:
     samples: int | None
 
     def in_unit(self, unit: str) -> int | None:
-        """The length in "steps" or "samples"."""
+        """The length in ``unit``, "steps" or "samples"."""
         return self.steps if unit == "steps" else self.samples

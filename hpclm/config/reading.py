@@ -1,4 +1,4 @@
-"""Read YAML and JSON that people write. A value of YAML stays a node, its text and its place, until its field reads it."""
+"""Read YAML and JSON that people write. A YAML value stays a node, with its text and its place, until its type is known."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from hpclm.base import files, folders
 from hpclm.base.errors import ConfigError, unread
 
 MAX_SETTINGS_BYTES = 4 << 20  # bytes of a settings file
-DIGITS = 400  # of a number; the largest float has 309
+DIGITS = 400  # limit for numbers; the largest float has 309
 NUMBER = re.compile(r"[-+]?(0x[\da-f_]+|0b[01_]+|(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?)", re.ASCII | re.IGNORECASE)
 LEADING_ZERO = re.compile(r"[-+]?0[\d_]")
 CONSTANTS: dict[str, Any] = {
@@ -24,7 +24,7 @@ CONSTANTS: dict[str, Any] = {
     "-.inf": -float("inf"),
     ".nan": float("nan"),
 }
-"""Unquoted words, in upper or lower case, as fields without a declared type read them."""
+"""Unquoted words, in upper or lower case, and their values in fields without a declared type."""
 NULLS = ("", "~", "null", "Null", "NULL")
 COMMAND_LINE = "command line"
 TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
@@ -37,7 +37,7 @@ class Content:
     text: str
     root: yaml.MappingNode
     problems: list[str]
-    """Keys that appear twice, aliases, tags and merge keys, each with its line; ``root`` lacks them."""
+    """Repeated keys, aliases, tags and merge keys, each with its line; ``root`` does not contain them."""
     exposed: str | None
     """How another user could have written it; None if only this user and root could."""
 
@@ -64,8 +64,9 @@ def nodes(text: str, origin: str, line: int = 0) -> tuple[yaml.Node, list[str]]:
 
 def scalar(text: str, origin: str | yaml.Mark = COMMAND_LINE, quoted: bool = False) -> yaml.ScalarNode:
     """A node for a text of ``origin``."""
-    mark = yaml.Mark(origin, 0, 0, 0, None, 0) if isinstance(origin, str) else origin
-    return yaml.ScalarNode(TAGS[0], text, mark, mark, '"' if quoted else None)
+    if isinstance(origin, str):
+        origin = yaml.Mark(origin, 0, 0, 0, None, 0)
+    return yaml.ScalarNode(TAGS[0], text, origin, origin, '"' if quoted else None)
 
 
 def node(value: Any, mark: yaml.Mark) -> yaml.Node:
@@ -75,11 +76,13 @@ def node(value: Any, mark: yaml.Mark) -> yaml.Node:
         return yaml.MappingNode(TAGS[2], pairs, mark, mark)
     if isinstance(value, (list, tuple)):
         return yaml.SequenceNode(TAGS[1], [node(inner, mark) for inner in value], mark, mark)
-    return scalar("null" if value is None else str(value), mark, isinstance(value, str))
+    if value is None:
+        return scalar("null", mark)
+    return scalar(str(value), mark, isinstance(value, str))
 
 
 def with_texts(node: yaml.Node, change: Callable[[str], str] = str) -> yaml.Node:
-    """``node`` with each text in it, numbers too, changed and in quotes."""
+    """``node`` with each text and number in it passed through ``change`` and put in quotes."""
     if isinstance(node, yaml.SequenceNode):
         return yaml.SequenceNode(
             node.tag, [with_texts(entry, change) for entry in node.value], node.start_mark, node.end_mark
@@ -90,12 +93,15 @@ def with_texts(node: yaml.Node, change: Callable[[str], str] = str) -> yaml.Node
 
 
 def place(node: yaml.Node) -> str:
-    """Where a node stands: a file and its line, or the command line."""
-    return COMMAND_LINE if node.start_mark.name == COMMAND_LINE else f"{node.start_mark.name}:{line(node)}"
+    """The place of a node: a file and its line, or the command line."""
+    origin: str = node.start_mark.name
+    if origin == COMMAND_LINE:
+        return origin
+    return f"{origin}:{line(node)}"
 
 
 def where(node: yaml.Node) -> str:
-    """The place of a node for the end of a message; empty for a value that has none (UnplacedWord)."""
+    """The place of a node for the end of a message; empty for an UnplacedWord."""
     return f" ({place(node)})" if node.start_mark.name else ""
 
 
@@ -105,14 +111,16 @@ def line(node: yaml.Node) -> int:
 
 
 def in_lines(first: yaml.Node, second: yaml.Node) -> str:
-    """Where a key is that appears twice; empty where the line does not tell."""
-    return f", in lines {line(first)} and {line(second)}" if line(first) != line(second) else ""
+    """The two lines of a repeated key for a message; empty if they are the same line."""
+    if line(first) == line(second):
+        return ""
+    return f", in lines {line(first)} and {line(second)}"
 
 
 def _clean(node: yaml.Node, at: yaml.Node, seen: dict[int, bool], problems: list[str]) -> bool:
-    """Take what settings do not have out of ``node``, the value of the key ``at``; False if nothing is left.
+    """Remove unsupported YAML from ``node``, the value of the key ``at``, and report it; False if nothing is left.
 
-    ``seen``: the nodes before it, and whether an alias of one is reported already.
+    ``seen``: the ids of earlier nodes, and whether an alias of each is already reported.
     """
     if id(node) in seen:
         if not seen[id(node)]:
@@ -137,7 +145,6 @@ def _clean(node: yaml.Node, at: yaml.Node, seen: dict[int, bool], problems: list
 
 
 def _wrong_key(key: yaml.Node, before: Mapping[str, tuple[yaml.Node, yaml.Node]]) -> str:
-    """The problem with a key of a mapping; empty without one."""
     if not isinstance(key, yaml.ScalarNode):
         return "a key must be a word, not a list or a mapping"
     if key.value == "<<" and key.style is None:
@@ -148,7 +155,7 @@ def _wrong_key(key: yaml.Node, before: Mapping[str, tuple[yaml.Node, yaml.Node]]
 
 
 def plain(node: yaml.Node) -> Any:
-    """``node`` in Python's types without a declared one: an unquoted scalar is null, true, false or a number if it can be, else text."""
+    """``node`` in Python's types, without a declared type. An unquoted scalar may be null, true, false or a number; all else is text."""
     if isinstance(node, yaml.MappingNode):
         return {key.value: plain(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
@@ -168,7 +175,7 @@ def is_null(node: yaml.Node) -> bool:
 
 
 def number(text: str) -> int | float | None:
-    """The number that ``text`` is, such as 0x10, 1_000 or 1e3; None if it is none."""
+    """``text`` as a number, such as 0x10, 1_000 or 1e3; None for other text."""
     if len(text) > DIGITS or not NUMBER.fullmatch(text):
         return None
     with suppress(ValueError):
@@ -179,7 +186,7 @@ def number(text: str) -> int | float | None:
 
 
 def value(text: str) -> Any:
-    """The value of a YAML text in Python's types; yaml.YAMLError if it is not valid, or has what settings do not have."""
+    """The value of a YAML text in Python's types; yaml.YAMLError for invalid or unsupported YAML."""
     root, problems = nodes(text, COMMAND_LINE)
     if problems:
         raise yaml.YAMLError("; ".join(problems))
@@ -187,7 +194,7 @@ def value(text: str) -> Any:
 
 
 def reason(error: ValueError | yaml.YAMLError) -> str:
-    """Why a text is not YAML."""
+    """Why parsing failed, on one line."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return " ".join(str(error).split())
     text = ", ".join(filter(None, [error.context, error.problem]))
@@ -197,7 +204,7 @@ def reason(error: ValueError | yaml.YAMLError) -> str:
 
 
 def content(path: Path, what: str) -> Content:
-    """The mapping in a YAML file, empty if the file is; ConfigError, which calls the file ``what``, for any other content."""
+    """The mapping in a YAML file; an empty file is an empty mapping. ConfigError, which calls the file ``what``, for other content."""
     try:
         raw, status = files.read_with_status(path, MAX_SETTINGS_BYTES)
         text = raw.decode("utf-8")
@@ -233,6 +240,7 @@ def json_object(path: Path) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; ValueError if a key appears twice."""
     keys = [key for key, _ in pairs]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"key {twice!r} appears twice")
+    twice = [key for key in keys if keys.count(key) > 1]
+    if twice:
+        raise ValueError(f"key {twice[0]!r} appears twice")
     return dict(pairs)

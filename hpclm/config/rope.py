@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpclm.base.registry import hint
+from hpclm.config.checks import as_list
 from hpclm.config.reading import number
 from hpclm.config.section import Section
 from hpclm.config.setting import setting
@@ -23,7 +24,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "llama3": ("factor original_max_position_embeddings low_freq_factor high_freq_factor", ""),
     "longrope": ("original_max_position_embeddings short_factor long_factor", "factor attention_factor"),
 }
-"""kind -> the parameters that it needs, and optional ones, by their names in config.json."""
+"""kind -> (required parameters, optional parameters), by their names in config.json."""
 LISTS = ("short_factor", "long_factor")
 
 
@@ -44,24 +45,23 @@ class RopeConfig(Section, key="model.rope"):
         None, "Base of window layers; null: the same.", more_than=1, only_with=(ROPE, "model.attention.window")
     )
     window_scaled: bool = setting(
-        True,
-        "Scale window layers too.",
-        only_with="model.attention.window",
-        warn_without="model.rope.scaling",
+        True, "Scale window layers too.", only_with="model.attention.window", warn_without="model.rope.scaling"
     )
 
 
 def parsed(scaling: Mapping[str, str]) -> dict[str, Any]:
     """The parameters as numbers, lists of numbers or booleans; `rope_type` stays text. ValueError for anything else."""
-    return {name: text if name == "rope_type" else _value(name, text) for name, text in scaling.items()}
+    return {name: _value(name, text) for name, text in scaling.items()}
 
 
 def _value(name: str, text: str) -> Any:
+    if name == "rope_type":
+        return text
     value: Any = json.loads(text.lower()) if name in (*LISTS, "truncate") else number(text)
     if name == "truncate":
         right = isinstance(value, bool)
     else:
-        parts = value if isinstance(value, list) else [value]
+        parts = as_list(value)
         right = isinstance(value, list) == (name in LISTS) and all(type(part) in (int, float) for part in parts)
         right = right and all(0 < part < math.inf for part in parts)
     if not right:
@@ -70,7 +70,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def scaling_problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
-    """Problems with model.rope.scaling. ``rotated``: the number of features that are rotated."""
+    """Problems with model.rope.scaling. ``rotated``: the number of rotated features per head."""
     if not scaling:
         return
     kind = scaling.get("rope_type", "")
@@ -82,7 +82,8 @@ def scaling_problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
     yield from (f"model.rope.scaling: {kind} needs {name}" for name in needs if name not in names)
     for name in sorted(names - {*needs, *may}):
         guess = hint(name, [*needs, *may])
-        yield f"model.rope.scaling.{name} has no effect with rope_type={kind}{f'.{guess}' if guess else ''}"
+        sentence = f"model.rope.scaling.{name} has no effect with rope_type={kind}"
+        yield f"{sentence}.{guess}" if guess else sentence
     for name in sorted(names):
         try:
             value = parsed({name: scaling[name]})[name]
@@ -91,11 +92,9 @@ def scaling_problems(scaling: Mapping[str, str], rotated: int) -> Iterator[str]:
             continue
         if name in LISTS and len(value) != rotated // 2:
             yield f"model.rope.scaling.{name} has {len(value)} numbers, but {rotated // 2} frequencies are scaled"
-    if (
-        kind == "llama3"
-        and not names - {*needs}
-        and (number(scaling.get("low_freq_factor", "")) or 0) >= (number(scaling.get("high_freq_factor", "")) or 1)
-    ):
+    low = number(scaling.get("low_freq_factor", "")) or 0
+    high = number(scaling.get("high_freq_factor", "")) or 1
+    if kind == "llama3" and names <= {*needs} and low >= high:
         yield "model.rope.scaling.low_freq_factor must be less than high_freq_factor"
 
 

@@ -1,11 +1,12 @@
-"""Rules between sections of settings. They get anything that has the sections which they read, such as a RunConfig."""
+"""Rules between sections of settings. A rule takes a RunConfig, or any object with the sections that the rule reads."""
 
 from collections.abc import Callable, Iterator
 from math import lcm
 from typing import Any
 
+from hpclm.base.terminal import many
 from hpclm.config import fp8
-from hpclm.config.checks import RefusedError, named
+from hpclm.config.checks import RefusedSettingError, assignment
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import ENDLESS, SCHEDULES
 from hpclm.config.optimizers import row
@@ -14,16 +15,16 @@ from hpclm.config.section import Rule, problems_of
 from hpclm.config.supports import SUPPORTS, unsupported
 
 PIECES = 2
-"""Pieces of every sequence that a context-parallel process holds."""
+"""Number of pieces of every sequence that a context-parallel process holds."""
 
 
 def _masked(run: Any) -> bool:
-    """Whether the data may mask tokens in the loss."""
+    """Whether the settings of the data may mask tokens in the loss."""
     return bool(run.data.eod_mask_loss or run.data.break_mode or run.data.order == "packed")
 
 
 def _unbounded(run: Any) -> bool:
-    """Whether only the clock ends the run, so that its schedule has no length."""
+    """Whether only budget.hours ends the run, which gives its schedule no length."""
     return run.budget.given == ["hours"] and run.optim.schedule_length is None
 
 
@@ -32,8 +33,8 @@ def _context_multiple(run: Any) -> int:
 
 
 def _undivided(run: Any) -> Iterator[str]:
-    """Sizes of the model that are not a multiple of parallel.tensor."""
-    model, tensor = run.model, run.parallel.tensor
+    model = run.model
+    tensor = run.parallel.tensor
     sizes = {"model.attention.heads": model.attention.heads}
     if model.dense_layers:
         sizes["the MLP's inner width (model.ffn)"] = model.ffn_width
@@ -84,22 +85,19 @@ SPLIT = (
         ),
     ),
 )
-"""How a model can be divided over processes: rules between the sections model and parallel."""
+"""Rules between the sections model and parallel: how a model can be divided over processes."""
 
 
 def _with_fp8(broken: Callable[[Any], Any], sentence: str | Callable[[Any], str] | None = None) -> Rule:
-    """A rule for runs in FP8."""
     return Rule(lambda run: broken(run) if run.engine.fp8 is not None else (), sentence)
 
 
 def _odd_widths(run: Any) -> Iterator[str]:
-    """Widths of matrices that are not multiples of MULTIPLE."""
-    model, tensor = run.model, run.parallel.tensor
-    split = {
-        "the projection to queries, keys and values": (model.attention.heads + 2 * model.attention.groups)
-        * model.head_width
-    }
-    split["attention's output"] = model.attention_width
+    """Widths of matrices that are not multiples of fp8.MULTIPLE."""
+    model = run.model
+    tensor = run.parallel.tensor
+    qkv_width = (model.attention.heads + 2 * model.attention.groups) * model.head_width
+    split = {"the projection to queries, keys and values": qkv_width, "attention's output": model.attention_width}
     if model.dense_layers:
         split["the MLP's inner width (model.ffn)"] = model.ffn_width
     if model.experts.count and model.experts.shared_ffn:
@@ -173,16 +171,17 @@ BETWEEN_SECTIONS = (
     ),
     Rule(lambda run: problems_of(run.plan, run.parallel.smallest)),
 )
-"""Rules that need no number of processes, so that every command that reads settings applies them."""
+"""Rules that do not depend on the number of processes. Every command that reads settings applies them."""
 
 
 def _unmeasured(run: Any) -> str:
-    """A warning if steps are saved without an evaluation, because they can never be the best; else empty."""
-    saving, measured = run.checkpoint, run.evaluate.every
+    """A warning if some steps are saved without an evaluation, because these can never be the best; else empty."""
+    saving = run.checkpoint
+    measured = run.evaluate.every
     if not (saving.enabled and saving.keep_best and measured > 1):
         return ""
-    needs = f"{named(run, 'checkpoint.keep_best')} needs evaluations of the steps that are saved"
-    settings = f"{named(run, 'checkpoint.every')} and {named(run, 'evaluate.every')}"
+    needs = f"{assignment(run, 'checkpoint.keep_best')} needs evaluations of the steps that are saved"
+    settings = f"{assignment(run, 'checkpoint.every')} and {assignment(run, 'evaluate.every')}"
     if not saving.every:
         return f"{needs}; with {settings} they fall together by chance only"
     if saving.every % measured == 0:
@@ -192,7 +191,7 @@ def _unmeasured(run: Any) -> str:
 
 
 def _without_unit(run: Any) -> bool:
-    """Whether nothing has the unit optim.unit."""
+    """Whether no setting in optim.unit is set."""
     optim = run.optim
     lengths = (optim.warmup, optim.schedule_length, optim.period, optim.wsd_decay)
     return not any(lengths) and run.batch.rampup is None
@@ -209,20 +208,21 @@ WARNINGS = (
     ),
     Rule(_unmeasured, _unmeasured),
 )
-"""Settings that have no effect because of those of another section, and may be meant so."""
+"""Settings that have no effect because of another section's settings, which the user may intend."""
 
 
 class Division:
-    """A run on a number of processes. Reading what does not exist, because a rule is broken, raises RefusedError."""
+    """A run on a number of processes. A property that a broken rule leaves undefined raises RefusedSettingError."""
 
     def __init__(self, run: Any, processes: int):
-        self.run, self.processes = run, processes
+        self.run = run
+        self.processes = processes
 
     @property
     def replicas(self) -> int:
         """Groups of processes that read different samples."""
         if self.processes % self.run.parallel.replica:
-            raise RefusedError
+            raise RefusedSettingError
         return int(self.processes // self.run.parallel.replica)
 
     @property
@@ -231,7 +231,7 @@ class Division:
         return self.replicas * int(self.run.parallel.context)
 
     def divide(self) -> Plan:
-        """How batches are divided; ConfigError if the numbers do not fit. Until batch.micro_size=auto is resolved, it counts as 1."""
+        """The division of batches; ConfigError if the sizes do not fit. batch.micro_size=auto counts as 1 until it is resolved."""
         batch = self.run.batch
         rampup = Rampup(*batch.rampup) if batch.rampup else None
         return Plan.divide(self.replicas, batch.global_size, batch.micro_size or 1, rampup)
@@ -239,7 +239,7 @@ class Division:
     @property
     def several(self) -> str:
         """The number of processes in words."""
-        return f"{self.processes} process{'es' if self.processes != 1 else ''}"
+        return many(self.processes, "process")
 
 
 def _undivided_processes(division: Division) -> str:
@@ -252,8 +252,9 @@ def _undivided_processes(division: Division) -> str:
 
 
 def _uncountable(division: Division) -> Iterator[str]:
-    """Numbers of micro-batches that a pipeline's schedule cannot run."""
-    run, can = division.run, SUPPORTS.get(division.run.engine.name)
+    """The first number of micro-batches that the pipeline's schedule cannot run."""
+    run = division.run
+    can = SUPPORTS.get(run.engine.name)
     if not (can and can.counts and run.parallel.pipeline > 1) or problems_of(division.divide):
         return
     for count in division.divide().accumulations():
@@ -295,4 +296,4 @@ OF_TRAINING = (
         "of checkpoint.every, or checkpoint.keep_best=0",
     ),
 )
-"""Rules for runs that train, which settings that are only inspected may break."""
+"""Rules for runs that train. Settings that a command only inspects may break them."""

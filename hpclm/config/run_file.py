@@ -1,4 +1,4 @@
-"""A run's config.yaml: all settings, resolved, under a first line that names the version of hpclm that wrote it."""
+"""A run's config.yaml: all settings, resolved. Its first line names the version of hpclm that wrote it."""
 
 import re
 from pathlib import Path
@@ -13,14 +13,14 @@ from hpclm.config.settings import Setting, of_file
 
 FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for it; ~ and $NAME are expanded in paths.\n"
 COUNT = "# {} settings\n"
-"""The second line, which tells a file that has lost some settings from one of a version that had fewer."""
+"""The second line. It distinguishes a file that has lost settings from a file of a version with fewer settings."""
 _FIRST = re.compile(r"# Every setting of a run of hpclm \S+, resolved:")
 _COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
 REQUESTS = tuple(option.key for option in OPTIONS.values() if option.harmless)
-"""Options of sbatch that run no code, whoever wrote the settings file."""
+"""Options of sbatch that cannot run code, so that a settings file may have them even if others could have written it."""
 NAME = "config.yaml"
 HISTORY = "config-history"
-"""The folder of its earlier versions."""
+"""The folder with earlier versions of config.yaml."""
 BESIDE = ("events.jsonl", "checkpoints.saved")
 """Files next to the config.yaml of a run that has started."""
 
@@ -31,11 +31,11 @@ def is_of_run(file: Path) -> bool:
 
 
 def read_settings(path: Path, problems: list[str], of_run: bool = False) -> tuple[list[Setting], Content, bool]:
-    """The settings of a file, its content, and whether a run has written it, so that it is complete; ConfigError if it is not YAML.
+    """The settings of a file, its content, and whether a run has written it, which makes it complete.
 
-    Keys that appear twice and the like are added to ``problems``. ConfigError for a run's config.yaml (``of_run``, or by
-    the files beside it) that has lost a setting, which would silently be replaced by the default. A setting that did not exist
-    when the file was written has its default.
+    ConfigError if the file is not YAML. ``problems`` gets repeated keys and other mistakes. ``of_run``: whether the file is a run's
+    config.yaml; otherwise the files beside it decide. ConfigError if a run's config.yaml has lost a setting, which would silently get
+    its default. Settings that are newer than the file get their defaults.
     """
     of_run = of_run or is_of_run(path)
     way_out = (
@@ -45,18 +45,21 @@ def read_settings(path: Path, problems: list[str], of_run: bool = False) -> tupl
     try:
         content = reading.content(path, "settings file")
     except ConfigError as error:
-        raise ConfigError(f"{error}; {way_out}" if of_run else error.problems) from None
+        if not of_run:
+            raise
+        raise ConfigError(f"{error}; {way_out}") from None
     settings = of_file(content, problems)
     written = _FIRST.match(content.text)
     present = {split_key(setting.key)[0] for setting in settings}
-    lacking = [key for key in keys() if key not in present] if written or of_run else []
+    lacking = [key for key in keys() if key not in present]
     counted = _COUNT.match(content.text)
-    if lacking and not (counted and len(present) >= int(counted[1]) and content.text.endswith("\n")):
+    is_whole = counted and len(present) >= int(counted[1]) and content.text.endswith("\n")
+    if lacking and not is_whole and (written or of_run):
         more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
         raise ConfigError(f"{path} lacks {', '.join(lacking[:5])}{more}; {way_out}")
     return settings, content, written is not None
 
 
 def is_run(folder: Path) -> bool:
-    """Whether ``folder`` is a run directory with its settings."""
+    """Whether ``folder`` has a config.yaml, as every run directory does."""
     return folder.is_dir() and (folder / NAME).is_file()

@@ -1,4 +1,4 @@
-"""The options of sbatch: which have a setting, which a job of hpclm cannot have, and which are passed on by job.options."""
+"""The options of sbatch: those with a setting, those that a job cannot have, and those that job.options passes on."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -20,23 +20,25 @@ class Option(NamedTuple):
     flag: bool = False
     """Whether it takes no value."""
     refused: str = ""
-    """For options that job.options cannot have: what to do instead."""
+    """For an option that job.options cannot have: the instruction what to do instead."""
     offered: bool = False
     """Whether ``hpclm submit`` has an option of this name."""
     harmless: bool = False
-    """Whether it runs no code, so that it counts in a settings file that others could have written."""
+    """Whether it cannot run code, so that it is allowed in a settings file that others could have written."""
     requests: str = ""
-    """gpus, or share: the cores or memory that belong to GPUs."""
+    """gpus; or share, for the cores or memory that belong to GPUs."""
 
     @property
     def key(self) -> str:
         """The setting that holds its value."""
-        return f"job.{self.setting}" if self.setting else f"job.options.{self.name}"
+        return "job." + (self.setting or f"options.{self.name}")
 
     @property
     def instead(self) -> str:
         """Why job.options cannot have it; empty if it can."""
-        return self.refused or (f"set {self.key}" if self.setting else "")
+        if self.setting and not self.refused:
+            return f"set {self.key}"
+        return self.refused
 
 
 def _named(names: str, **facts: bool | str) -> Iterator[Option]:
@@ -97,7 +99,7 @@ OPTIONS = _table(
 )
 """Every option, by its long name."""
 OPTIONAL_VALUE = ("nice", "propagate")
-"""Options that mean something without a value."""
+"""Options that take a value but do not need it."""
 _BY_SHORT = {option.short: option for option in OPTIONS.values() if option.short}
 
 
@@ -118,10 +120,12 @@ def advice(word: str, value: str) -> str:
         return f"use --gpus {count} (GPUs of each node)"
     if option.instead:
         return option.instead
-    given = option.name if option.flag else f"{option.name}={value or '...'}"
+    given = option.name
+    if not option.flag:
+        given += f"={value or '...'}"
     return f"it is an option of sbatch: hpclm submit --sbatch {given}"
 
 
 def requesting(what: str) -> set[str]:
-    """The options that request ``what``: gpus, or share."""
+    """The options that request ``what``, gpus or share."""
     return {option.name for option in OPTIONS.values() if option.requests == what}

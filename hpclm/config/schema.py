@@ -25,7 +25,7 @@ from hpclm.config.setting import setting
 SAVES = "checkpoint.enabled: nothing is saved"
 MAX_BUDGET = 10**9  # epochs, or hours
 BESIDE_TRAINING = ("log", "job")
-"""Sections with user code that runs outside the training processes, or only reads their metrics."""
+"""Sections that may name user code which takes no part in training: it runs in other processes, or only reads metrics."""
 OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
 
@@ -36,8 +36,8 @@ class BatchConfig(Section, key="batch"):
     global_size: int = setting(32, "Samples per optimizer step.", at_least=1, unit="samples")
     micro_size: int = setting(
         4,
-        "Samples per forward and backward pass; auto: the fastest that fits, by the planner, at the first start; "
-        "later ones keep it where it divides the batch.",
+        "Samples per forward and backward pass; auto: the fastest size that fits, which the planner finds at the first "
+        "start; later starts keep it if it divides the batch.",
         at_least=1,
         auto=0,
         unit="samples",
@@ -49,8 +49,8 @@ class BatchConfig(Section, key="batch"):
     )
     loss_norm: Literal["token", "microbatch"] = setting(
         "token",
-        "Mean over all tokens of the step, or over micro-batch means; they differ only where tokens are masked. "
-        "As in Megatron, a micro-batch with no unmasked token has a mean of 0; a warning says so.",
+        "Mean over all tokens of the step, or over micro-batch means; they differ only if tokens are masked. "
+        "A micro-batch without unmasked tokens has a mean of 0, as in Megatron; a warning reports it.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -76,7 +76,7 @@ class BatchConfig(Section, key="batch"):
 
 @dataclass(frozen=True)
 class BudgetConfig(Section, key="budget"):
-    """How long to train: until the first limit. A length on the command line replaces those of the file or run. Samples read with other batch sizes before a resume count."""
+    """How long to train: until the first limit. A length on the command line replaces all lengths of the file or run. Samples that were read with other batch sizes before a resume count."""
 
     steps: int | None = setting(None, "Optimizer steps.", at_least=1)
     samples: int | None = setting(None, "Samples; an incomplete last batch is dropped.", at_least=1)
@@ -170,13 +170,13 @@ class CheckpointConfig(Section, key="checkpoint"):
 
     @property
     def is_regular(self) -> bool:
-        """Whether only checkpoint.every says when to save."""
+        """Whether saves happen at multiples of checkpoint.every and at no other steps."""
         return bool(self.enabled and self.every and self.minutes is None and self.epochs is None)
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """The settings of an engine. RunConfig.for_engine() makes them."""
+    """The settings that an engine needs. RunConfig.for_engine() returns them."""
 
     model: ModelConfig
     plan: Plan
@@ -186,17 +186,17 @@ class EngineSettings:
     engine: EngineConfig = field(default_factory=EngineConfig)
     seed: int = 1234
     loss_norm: str = "token"
-    """As batch.loss_norm."""
+    """See batch.loss_norm."""
     all_tokens_count: bool = False
-    """Whether the training data masks no token in the loss, so that the host knows how many count."""
+    """Whether every token of the training data counts in the loss, so that the host knows their number."""
     timers: bool = False
-    """As log.timers."""
+    """See log.timers."""
     file_mb: float = 16.0
-    """As checkpoint.file_mb."""
+    """See checkpoint.file_mb."""
     saves: bool = True
-    """As checkpoint.enabled."""
+    """See checkpoint.enabled."""
     in_place: bool = True
-    """Whether backward passes may add to the fp32 gradients in place, where the engine and the device can."""
+    """Whether backward passes may add to fp32 gradients in place, if the engine and the device support it."""
 
 
 @dataclass(frozen=True)
@@ -210,12 +210,14 @@ class RunConfig(Section):
         "Seed of initial weights, dropout and sample order.",
         at_least=0,
         at_most=2**32 - 1,
-        advice="generators of random numbers take 32 bits",
+        advice="random number generators take seeds of 32 bits",
     )
     stop_at: int | None = setting(
-        None, "Save and exit after this step; budget and schedule stay.", at_least=1, unit="steps"
+        None, "Save and exit after this step; budget and schedule do not change.", at_least=1, unit="steps"
     )
-    exit_interval: int | None = setting(None, "Save and exit at every multiple of this step.", at_least=1, unit="steps")
+    exit_interval: int | None = setting(
+        None, "Save and exit at every step that is a multiple of this.", at_least=1, unit="steps"
+    )
     exit_minutes: float | None = setting(
         None,
         "Save and exit this many minutes after the attempt's processes started; imports and set-up count.",
@@ -280,29 +282,30 @@ class RunConfig(Section):
         }
 
     def missing(self) -> list[str]:
-        """Problems of a run that trains, but not of settings that are only inspected."""
+        """Problems that stop training, although a command may inspect the settings."""
         return list(broken(self, rules.OF_TRAINING))
 
     def missing_libraries(self) -> list[str]:
-        """Optional libraries that these settings need and that are not installed here."""
+        """A problem for each optional library that these settings need and that is not installed here."""
         return self.engine.missing_libraries() + self.log.missing_libraries()
 
     def evaluation_samples(self, per_epoch: int) -> int:
-        """Samples that an evaluation reads of a split with ``per_epoch`` of them."""
+        """Number of samples that an evaluation reads of a split with ``per_epoch`` samples."""
         return max(1, min(self.evaluate.batches * self.batch.global_size, per_epoch))
 
     def modules(self) -> set[str]:
         """Top-level modules of the user's own code in the settings: my in data.tokenizer=my.mod:Tok."""
-        return {match[1] for text in texts(asdict(self)) if (match := OWN_CODE.fullmatch(text))}
+        matches = map(OWN_CODE.fullmatch, texts(asdict(self)))
+        return {match[1] for match in matches if match}
 
     def code_of_training(self) -> list[str]:
-        """The settings that name the user's own code which takes part in training, as in model.block=my.mod:Block."""
+        """The settings that name user code which takes part in training, such as model.block=my.mod:Block."""
         sections = {name: value for name, value in asdict(self).items() if name not in BESIDE_TRAINING}
         named = ((key, text) for key, text in keyed_texts(sections) if OWN_CODE.fullmatch(text))
         return [f"{key}={text}" for key, text in named if not text.startswith("hpclm.")]
 
     def for_engine(self, processes: int = 1) -> EngineSettings:
-        """The settings of the engine on ``processes``; ConfigError as in plan()."""
+        """The settings of the engine on ``processes``; ConfigError if plan() raises it."""
         sections = dict(
             model=self.model, optim=self.optim, scaler=self.scaler, parallel=self.parallel, engine=self.engine
         )
@@ -318,7 +321,7 @@ class RunConfig(Section):
         )
 
     def plan(self, processes: int = 1) -> Plan:
-        """How the batches are divided over ``processes``; ConfigError if the numbers do not fit."""
+        """The division of batches over ``processes``; ConfigError if the sizes do not fit."""
         division = rules.Division(self, processes)
         if problems := list(broken(division, rules.OF_PROCESSES)):
             raise ConfigError(problems)

@@ -1,6 +1,6 @@
-"""A section of settings: its fields are declared by setting(), and rules say which values contradict each other.
+"""A section of settings: setting() declares its fields, and rules define contradictions between their values.
 
-Everything is reported at once. A rule that reads a refused setting is skipped, because it would only repeat the problem.
+All problems are reported at once. A rule that reads a refused setting is skipped, because it would only repeat the problem.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.registry import problem
-from hpclm.config.checks import RefusedError, named, typed, value_at
+from hpclm.config.checks import RefusedSettingError, as_list, assignment, typed, value_at
 from hpclm.config.setting import Condition, declared
 
 S = TypeVar("S", bound="Section")
@@ -22,23 +22,23 @@ _KEY = re.compile(r"\{([a-z][\w.]*)\}")
 
 
 class Rule(NamedTuple):
-    """A contradiction between settings. Both functions get the section."""
+    """A contradiction between settings. Both functions take the section."""
 
     broken: Callable[[Any], Any]
-    """Whether the settings contradict each other; without a sentence, the problems."""
-    sentence: str | Callable[[Any], str | Iterable[str]] | None = None
-    """The problem and what to do; in a text {model.layers} becomes model.layers=12."""
+    """Returns whether the settings contradict each other; without ``sentence``, returns the problems."""
+    sentence: str | Callable[[Any], str | list[str]] | None = None
+    """The problem and the way out. In a text, {model.layers} becomes model.layers=12."""
 
 
 class Section:
     """The base class of all sections. The constructor raises ConfigError for invalid values."""
 
     key: ClassVar[str] = ""
-    """Its name; empty for the whole of the settings."""
+    """The section's dotted key; empty for RunConfig, which contains all settings."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Contradictions, which are refused."""
     warnings: ClassVar[tuple[Rule, ...]] = ()
-    """Settings without effect, which are only worth a warning."""
+    """Settings without effect, which the user may intend."""
 
     def __init_subclass__(cls, key: str | None = None) -> None:
         if key is not None:
@@ -55,7 +55,7 @@ class Section:
         values = {dotted(cls.key, name): value for name, value in settings.items()}
         if unknown := values.keys() - dict(all_fields(cls, cls.key)).keys():
             raise ConfigError([f"{key} is not a setting" for key in sorted(unknown)])
-        section, problems = build(cls, values, ())
+        section, problems = build_section(cls, values, ())
         if problems:
             raise ConfigError(problems)
         return section
@@ -94,7 +94,7 @@ def all_fields(kind: Any, key: str = "") -> Iterator[tuple[str, Field]]:
 
 
 def leaves(section: Any) -> Iterator[tuple[str, Any]]:
-    """Every setting of ``section`` and of the sections inside it by its key there, such as attention.heads, with its value."""
+    """The key, relative to ``section`` (attention.heads), and the value of every setting in ``section`` and its inner sections."""
     for key, _ in all_fields(type(section)):
         yield key, attrgetter(key)(section)
 
@@ -107,19 +107,20 @@ def all_sections(kind: Any, key: str = "") -> Iterator[tuple[str, type[Section]]
             yield from all_sections(entry.type, dotted(key, entry.name))
 
 
-def build(kind: type[S], values: Mapping[str, Any], refused: Collection[str]) -> tuple[S, list[str]]:
-    """A section with these values, and defaults for the rest, and its problems. A section with problems must not be used.
+def build_section(kind: type[S], values: Mapping[str, Any], refused: Collection[str]) -> tuple[S, list[str]]:
+    """A section with these values, and defaults for the rest; and its problems. A section with problems must not be used.
 
     ``values``: by dotted key. ``refused``: the dotted keys with an unreadable value.
     """
-    attributes, problems = dict[str, Any](), list[str]()
+    attributes: dict[str, Any] = {}
+    problems: list[str] = []
     for entry in fields(kind):  # type: ignore[arg-type]
         key = dotted(kind.key, entry.name)
         if is_dataclass(entry.type):
-            attributes[entry.name], wrong = build(entry.type, values, refused)  # type: ignore[type-var, arg-type]
+            attributes[entry.name], wrong = build_section(entry.type, values, refused)  # type: ignore[type-var, arg-type]
             problems += wrong
         else:
-            attributes[entry.name] = values[key] if key in values else default_of(entry)
+            attributes[entry.name] = values.get(key, default_of(entry))
     section = object.__new__(kind)
     section.__dict__.update(attributes)
     section, wrong = examined(_without(section, {name for name in attributes if dotted(kind.key, name) in refused}))
@@ -127,14 +128,15 @@ def build(kind: type[S], values: Mapping[str, Any], refused: Collection[str]) ->
 
 
 def examined(section: S) -> tuple[S, list[str]]:
-    """The section without the settings that are refused, for rules of a larger section, and everything that is wrong with it."""
-    problems, refused = list[str](), set[str]()
+    """The section without its refused settings, for the rules of a larger section; and all problems of the section."""
+    problems: list[str] = []
+    refused: set[str] = set()
     for entry in fields(section):  # type: ignore[arg-type]
         if is_dataclass(entry.type):
             continue
         try:
             value = getattr(section, entry.name)
-        except RefusedError:
+        except RefusedSettingError:
             continue
         if wrong := _wrong(dotted(section.key, entry.name), entry, value):
             problems += wrong
@@ -161,12 +163,12 @@ def broken(facts: Any, rules: Iterable[Rule]) -> Iterator[str]:
     for rule in rules:
         try:
             yield from _sentences(facts, rule)
-        except RefusedError:
+        except RefusedSettingError:
             continue
 
 
 def warnings(section: Section) -> Iterator[str]:
-    """Settings of ``section``, and of the sections inside it, that have no effect because of others, and may be meant so."""
+    """Settings of ``section`` and its inner sections that have no effect because of other settings, which the user may intend."""
     yield from _idle(section, _unmet(section, warn=True), warn=True)
     for key, kind in all_sections(type(section)):
         yield from broken(attrgetter(key)(section), kind.warnings)
@@ -174,11 +176,11 @@ def warnings(section: Section) -> Iterator[str]:
 
 
 def _unmet(section: Section, warn: bool) -> dict[Condition, dict[str, Field]]:
-    """The conditions that do not hold, each with the settings that are not at their defaults and have no effect without it."""
+    """The conditions that do not hold, each with the settings that differ from their defaults and have no effect without it."""
     kind: Any = type(section)
     unmet: dict[Condition, dict[str, Field]] = {}
     for key, entry, condition in _conditions(kind, warn):
-        with suppress(RefusedError):
+        with suppress(RefusedSettingError):
             changed = value_at(section, key) != default_of(entry)
             if changed and not condition.holds(value_at(section, condition.key)):
                 unmet.setdefault(condition, {})[key] = entry
@@ -187,7 +189,7 @@ def _unmet(section: Section, warn: bool) -> dict[Condition, dict[str, Field]]:
 
 @cache
 def _conditions(kind: Any, warn: bool) -> list[tuple[str, Field, Condition]]:
-    """The conditions between settings of a section; for warnings, also those inside its sections."""
+    """The conditions between settings of a section; for warnings, also the conditions inside its inner sections."""
     return [
         (key, entry, condition)
         for key, entry in all_fields(kind, kind.key)
@@ -200,25 +202,26 @@ def _idle(section: Section, unmet: Mapping[Condition, Mapping[str, Field]], warn
     """A sentence for each condition that does not hold."""
     for condition, settings in unmet.items():
         several = len(settings) > 1
-        words = [named(section, key) for key in settings]
+        words = [assignment(section, key) for key in settings]
         sentence = f"{no_effect(words)} {condition.unmet(value_at(section, condition.key), several)}"
         defaults = " ".join(f"{key}={shlex.quote(typed(default_of(entry)))}" for key, entry in settings.items())
-        yield sentence if warn else f"{sentence}. Leave {'them' if several else 'it'} out, or set {defaults}"
+        if not warn:
+            sentence += f". Leave {'them' if several else 'it'} out, or set {defaults}"
+        yield sentence
 
 
 def given(section: Any, *keys: str) -> list[str]:
-    """The ones of these settings that differ from their defaults, as they are typed."""
+    """The settings among ``keys`` that differ from their defaults, as key=value."""
     changed = [key for key in keys if value_at(section, key.rpartition(".")[0]).changed(key.rpartition(".")[2])]
-    return [named(section, key) for key in changed]
+    return [assignment(section, key) for key in changed]
 
 
 def no_effect(words: Sequence[str]) -> str:
-    """That settings have no effect."""
+    """The beginning of a message that settings have no effect."""
     return f"{', '.join(words)} {'have' if len(words) > 1 else 'has'} no effect"
 
 
 def _common(key: str, other: str) -> str:
-    """The smallest section that has both settings."""
     common = []
     for mine, theirs in zip(key.split(".")[:-1], other.split(".")[:-1], strict=False):
         if mine != theirs:
@@ -228,30 +231,26 @@ def _common(key: str, other: str) -> str:
 
 
 def _wrong(key: str, entry: Field, value: Any) -> list[str]:
-    """Problems with the value of one setting."""
     declaration = declared(entry)
     if declaration.names is not None and value is not None:
-        names = value if isinstance(value, list) else [value]
-        return [wrong for name in names if (wrong := problem(key, name, declaration.names))]
+        return list(filter(None, (problem(key, name, declaration.names) for name in as_list(value))))
     wrong = declaration.problem(value)
     return [f"{key}={typed(value)} {wrong}"] if wrong else []
 
 
 def _sentences(facts: Any, rule: Rule) -> list[str]:
-    """The sentences of one rule if it is broken."""
     wrong = rule.broken(facts)
     if rule.sentence is None:
         return list(wrong)
     if not wrong:
         return []
     if isinstance(rule.sentence, str):
-        return [_KEY.sub(lambda match: named(facts, match[1]), rule.sentence)]
-    sentences = rule.sentence(facts)
-    return [sentences] if isinstance(sentences, str) else list(sentences)
+        return [_KEY.sub(lambda match: assignment(facts, match[1]), rule.sentence)]
+    return as_list(rule.sentence(facts))
 
 
 def _without(section: Any, refused: Collection[str]) -> Any:
-    """The section with settings that raise RefusedError when they are read; their keys begin inside the section."""
+    """The section, where reading a setting of ``refused`` raises RefusedSettingError. ``refused``: keys relative to the section."""
     if not refused:
         return section
     here = {key for key in refused if "." not in key}
@@ -266,4 +265,4 @@ def _without(section: Any, refused: Collection[str]) -> Any:
 
 
 def _refuse(section: Any) -> Any:
-    raise RefusedError
+    raise RefusedSettingError

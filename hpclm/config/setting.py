@@ -1,9 +1,9 @@
-"""Declare a setting once: default, documentation, range, unit, whether it is a path, and what it has an effect with.
+"""Declare a setting once: default, documentation, range, unit, whether it is a path, and the settings that it depends on.
 
     layers: int = setting(12, "Transformer blocks.", at_least=1, at_most=10_000)
     folder: str | None = setting(None, "Folder for indices.", path=True, only_with="data.source=indexed|own")
 
-Everything else is read from the declaration: checks and their messages, --help, docs/settings.md, ``hpclm docs`` and completion.
+Checks, their messages, --help, docs/settings.md, ``hpclm docs`` and completion all read the declaration.
 """
 
 import copy
@@ -48,11 +48,12 @@ class Condition:
         if match is None:
             raise ValueError(f"{text!r} is not a condition")
         absent, key, sign, values, reason = match.groups(default="")
-        return cls(key, absent.strip() or sign, tuple(values.split("|")) if values else (), reason)
+        return cls(key, absent.strip() or sign, tuple(filter(None, values.split("|"))), reason)
 
     def holds(self, value: Any) -> bool:
-        """Whether it holds for this value of the setting."""
-        text, absent = typed(value), value in (None, 0, False, "", "none", [], {})
+        """Whether the condition holds if its setting has this value."""
+        text = typed(value)
+        absent = value in (None, 0, False, "", "none", [], {})
         match self.sign:
             case "":
                 return not absent
@@ -65,7 +66,7 @@ class Condition:
         return text in self.values or (OWN_CODE in self.values and OWN.fullmatch(text) is not None)
 
     def unmet(self, value: Any, several: bool = False) -> str:
-        """The end of "X has no effect …" for this value; ``several``: the sentence has more than one subject."""
+        """The end of "X has no effect …" for this value; ``several``: whether X is more than one setting."""
         unset = not self.sign and value in (None, "", [], {})
         text = f"without {self.key}" if unset else f"with {self.key}={typed(value)}"
         if self.reason:
@@ -86,7 +87,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """The declaration of a setting, besides its type and its default."""
+    """The declaration of a setting, without its type and its default."""
 
     doc: str
     at_least: float | None = None
@@ -94,35 +95,38 @@ class Declared:
     at_most: float | None = None
     less_than: float | None = None
     auto: Any = None
-    """The value that stands for "auto"; None if the setting cannot be auto."""
+    """The value that "auto" is stored as; None if the setting cannot be auto."""
     infinite: bool = False
-    """Whether inf is allowed; NaN never is."""
+    """Whether inf is allowed. NaN is always refused."""
     unit: str = ""
-    """In the plural, such as steps."""
+    """A plural, such as steps."""
     path: str | None = None
-    """The text that separates paths in a value, empty if the value is one path; None if it is not a path."""
+    """The text that separates paths in a value; empty for a single path, None if the value is not a path."""
     url: bool = False
     """Whether a URL is allowed in place of a path."""
     runs_code: bool = False
-    """Whether the value determines which programs run, so that nobody else may have written it."""
+    """Whether the value determines which programs run. It is then refused from a file that others could have written."""
     secret: bool = False
     """Whether messages must not show the value."""
     names: Mapping[str, Any] | None = None
-    """The names that may be given besides package.module:Name; None if the value is not a name."""
+    """The valid names besides package.module:Name; None if the value is not a name."""
     only_with: tuple[Condition, ...] = ()
-    """Without one of these, a value other than the default has no effect and is refused."""
+    """Conditions. If any does not hold, a value other than the default has no effect and is refused."""
     warn_without: tuple[Condition, ...] = ()
-    """Without one of these, a value other than the default has no effect, which is worth a warning."""
-
+    """Conditions. If any does not hold, a value other than the default has no effect and causes a warning."""
     advice: str = ""
-    """The way out for values outside the range."""
+    """The way out for a value outside the range."""
 
     @property
     def text(self) -> str:
         """The documentation, with the range and the conditions."""
+        sentences = [self.doc]
+        if self.limits:
+            sentences.append(f"{self.limits[:1].upper()}{self.limits[1:]}.")
         conditions = " and ".join(map(str, self.only_with + self.warn_without))
-        limits = f" {self.limits[:1].upper()}{self.limits[1:]}." if self.limits else ""
-        return f"{self.doc}{limits}{f' Only {conditions}.' if conditions else ''}"
+        if conditions:
+            sentences.append(f"Only {conditions}.")
+        return " ".join(sentences)
 
     @property
     def limits(self) -> str:
@@ -140,16 +144,16 @@ class Declared:
         return " and ".join(f"{words} {_number(bound)}" for words, bound in bounds.items() if bound is not None)
 
     def problem(self, value: Any) -> str:
-        """The requirement that a value, or a number in it, does not meet; empty if it meets all."""
+        """The requirement that a value, or a number in a tuple, does not meet; empty for a valid value."""
         numbers = value if isinstance(value, tuple) else (value,)
         outside = [number for number in numbers if isinstance(number, (int, float)) and not self._allows(number)]
         if not outside:
             return ""
-        wanted = self.limits
+        range_text = self.limits
         if not all(map(math.isfinite, outside)) and self.at_most is None and self.less_than is None:
-            wanted = f"{wanted} and finite" if wanted else "finite"
-        wanted = f"each be {wanted}" if isinstance(value, tuple) else f"be {wanted}"
-        return f"must {wanted}; {self.advice}" if self.advice else f"must {wanted}"
+            range_text = " and ".join(filter(None, [range_text, "finite"]))
+        each = "each " if isinstance(value, tuple) else ""
+        return "; ".join(filter(None, [f"must {each}be {range_text}", self.advice]))
 
     def _allows(self, number: float) -> bool:
         if isinstance(number, bool) or (self.auto is not None and number == self.auto):
@@ -172,7 +176,7 @@ def setting(
     warn_without: str | tuple[str, ...] = (),
     **declared: Any,
 ) -> Any:
-    """A field of a section of settings; ``declared``: fields of Declared.
+    """A dataclass field that declares a setting. ``declared``: further fields of Declared.
 
     ``path``: True for a path, or the text that separates paths in a value, such as "=" for name=path.
     ``only_with``, ``warn_without``: conditions such as "engine.precision=fp16" (see Condition).

@@ -1,4 +1,4 @@
-"""The settings that a file or a command line gives: dotted keys, each with its text and its place."""
+"""Parse a file or a command line into settings: dotted keys, each with its text and its place."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,24 +21,24 @@ RENAMED = {
         if not (option.instead or option.flag or hasattr(JobConfig, option.name))
     },
 }
-"""Options of sbatch as if they were settings: job.account for job.options.account."""
+"""Short forms of options of sbatch: job.account for job.options.account."""
 YAML_TEXT = "engine.extra"
-"""A mapping of dotted keys to YAML, as it is typed."""
+"""A setting that maps dotted keys to YAML text."""
 
 
 class Setting(NamedTuple):
-    """A value for a dotted key; in a mapping such as job.env, for one of its names."""
+    """A value for a dotted key; for a mapping such as job.env, the value of one name in it."""
 
     key: str
     node: yaml.Node
     at: yaml.Node
     """The key in its file."""
     name: str
-    """The key as it is typed there."""
+    """The key as the user wrote it."""
 
 
 class UnplacedWord(str):
-    """A key=value word of a program, not typed on a command line, so that messages name no place."""
+    """A key=value word from a program. It has no place on a command line that a message could name."""
 
 
 def is_override(word: str) -> bool:
@@ -59,7 +59,7 @@ def of_words(words: Sequence[str], problems: list[str]) -> list[Setting]:
             node, wrong = _of_word(at.value, text, at.start_mark)
         except yaml.YAMLError as error:
             shown = shown_setting(at.value, text)
-            reason = f": {reading.reason(error)}" if shown != at.value else ""  # which may quote a secret
+            reason = f": {reading.reason(error)}" if shown != at.value else ""  # the reason may quote a secret
             problems.append(f"{shown} is not a YAML value{reason}{reading.where(at)}")
             continue
         of_word = _ordered(_flat(at.value, at, node))
@@ -69,7 +69,7 @@ def of_words(words: Sequence[str], problems: list[str]) -> list[Setting]:
 
 
 def _of_word(name: str, text: str, mark: yaml.Mark) -> tuple[yaml.Node, list[str]]:
-    """The value of a word: verbatim for settings of text, YAML for all others."""
+    """The value of a word, verbatim for a setting of text, else YAML; and the problems with the YAML."""
     kind = type_of(RENAMED.get(name, name))
     if required(kind) is str:
         return reading.scalar(text, mark, quoted=kind is str), []
@@ -84,7 +84,7 @@ def of_file(content: reading.Content, problems: list[str]) -> list[Setting]:
 
 
 def _flat(name: str, at: yaml.Node, node: yaml.Node) -> Iterator[Setting]:
-    """The settings in a value, each name of a mapping for itself; an empty mapping, which empties a setting, is whole."""
+    """The settings in a value: one for each name of a mapping. An empty mapping is one setting, which empties the field."""
     key = RENAMED.get(name, name)
     kind: Any = type_of(key)
     is_section = kind is None or is_dataclass(kind)
@@ -96,26 +96,29 @@ def _flat(name: str, at: yaml.Node, node: yaml.Node) -> Iterator[Setting]:
         for inner, value in node.value:
             yield from _flat(f"{name}.{inner.value}", inner, value)
     elif is_yaml:
-        text = node.value if isinstance(node, yaml.ScalarNode) else as_yaml(reading.plain(node))
-        yield Setting(key, reading.scalar(text, node.start_mark, quoted=True), at, name)
+        if not isinstance(node, yaml.ScalarNode):
+            node = reading.scalar(as_yaml(reading.plain(node)), node.start_mark)
+        yield Setting(key, reading.scalar(node.value, node.start_mark, quoted=True), at, name)
     elif key == name or not reading.is_null(node):
         yield Setting(key, node, at, name)
 
 
 def _ordered(settings: Iterable[Setting]) -> list[Setting]:
-    """The settings; options of sbatch last, since a mapping that they are in may be emptied first."""
+    """The settings, with short forms of job.options last: a setting before them may empty the mapping."""
     return sorted(settings, key=lambda setting: setting.key != setting.name)
 
 
 def _repeated(settings: Iterable[Setting]) -> Iterator[str]:
-    """A problem for every setting that is there twice, such as model.layers beside model: {layers: ...}."""
+    """A problem for every setting that is set twice, such as model.layers beside model: {layers: ...}."""
     before: dict[str, Setting] = {}
     for setting in settings:
-        if first := before.get(setting.key):
-            names = ""
-            if setting.key != setting.name:
-                names = "," + " and".join(f" as {name}" for name in dict.fromkeys((first.name, setting.name)))
-            file = setting.at.start_mark.name
-            lines = reading.in_lines(*sorted((first.at, setting.at), key=reading.line))
-            yield f"{setting.key} is set twice{names}{lines}; leave one out{f' ({file})' if file else ''}"
+        first = before.get(setting.key)
         before[setting.key] = setting
+        if first is None:
+            continue
+        names = ""
+        if setting.key != setting.name:
+            names = "," + " and".join(f" as {name}" for name in dict.fromkeys((first.name, setting.name)))
+        file = setting.at.start_mark.name
+        lines = reading.in_lines(*sorted((first.at, setting.at), key=reading.line))
+        yield f"{setting.key} is set twice{names}{lines}; leave one out{f' ({file})' if file else ''}"

@@ -1,4 +1,4 @@
-"""The features of each engine, compared with the settings before a job is queued, without importing an engine."""
+"""The features of each engine, and their comparison with a run's settings before it is queued. Imports no engine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from hpclm.base.registry import load
-from hpclm.config.checks import RefusedError, named
+from hpclm.config.checks import RefusedSettingError, assignment
 from hpclm.config.optimizers import OPTIMIZERS
 
 
 class Asking(Protocol):
-    """Settings that ask for something: those of a run, or of its engine."""
+    """The settings that FEATURES read: a RunConfig, or an EngineSettings."""
 
     @property
     def engine(self) -> Any:
-        """The section of the engine."""
+        """The EngineConfig."""
 
     @property
     def parallel(self) -> Any:
-        """The section of parallelism."""
+        """The ParallelConfig."""
 
     @property
     def optim(self) -> Any:
-        """The section of the optimizer."""
+        """The OptimConfig."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Supports:
     """The features of an engine."""
 
     path: str
-    """module:name of its class."""
+    """module:name of the engine's class, or of a function that constructs it."""
     zero_stages: tuple[int, ...] = (0,)
     """Values of engine.zero_stage without a pipeline; the first is the default."""
     pipeline_stages: tuple[int, ...] = ()
@@ -47,11 +47,11 @@ class Supports:
     options: tuple[str, ...] = ()
     """Settings among OPTIONAL that it supports."""
     compiled: bool = False
-    """Whether it is compiled on GPUs unless engine.compile=false."""
+    """Whether it compiles on GPUs unless engine.compile=false."""
     matrices: bool = False
-    """Whether optimizers that work on whole matrices can run."""
+    """Whether it supports optimizers that update whole matrices."""
     any_state: bool = True
-    """Whether optimizers may keep more than tensors of the weights' shapes; otherwise the library flattens weights."""
+    """Whether an optimizer's state may have tensors of any shape; False for libraries that flatten weights."""
     context: bool = False
     """Whether it supports parallel.context."""
     guards: bool = True
@@ -61,32 +61,32 @@ class Supports:
     clips_qk: bool = False
     """Whether it supports optim.qk_clip."""
     simulated: bool = False
-    """Whether it runs on fake tensors; DeepSpeed and FairScale read values back and take tensors' memory apart."""
+    """Whether it runs on fake tensors; DeepSpeed and FairScale cannot, because they read values and storage of tensors."""
     recompute_with_tensor: bool = True
     """Whether it supports engine.recompute=full with parallel.tensor."""
     counts: Callable[[int, int, str], str | None] | None = None
-    """(micro-batches per step, parallel.pipeline, parallel.schedule) -> what the schedule requires, if it cannot run them."""
+    """(micro-batches per step, parallel.pipeline, parallel.schedule) -> the requirement that the schedule does not meet, or None."""
     more: str | None = None
     """module:name of a function that yields further problems of a RunConfig with this engine."""
     torch: str | None = None
-    """The oldest PyTorch release that has what it uses, if newer than the oldest that hpclm supports."""
+    """The oldest PyTorch release that it runs with, if hpclm supports older ones."""
     torch_to_compile: Mapping[int | None, str] = field(default_factory=dict)
     """engine.zero_stage -> the oldest PyTorch release that compiles it correctly, if hpclm supports older ones."""
     unavailable: str | None = None
-    """module:name of a function that says why it cannot run with the PyTorch that is installed, or returns None."""
+    """module:name of a function that returns why it cannot run with the installed PyTorch, or None."""
 
     def stages(self, pipeline: int) -> tuple[int, ...]:
-        """Values of engine.zero_stage with this parallel.pipeline; the first is the default. Empty without such pipelines."""
+        """Values of engine.zero_stage with this parallel.pipeline, the default first; empty if it does not support this size."""
         if pipeline > 1:
             return self.pipeline_stages
         return self.zero_stages if self.alone else ()
 
     def divides(self, run: Any) -> bool:
-        """Whether it has the pipeline that a run asks for, if any."""
+        """Whether it supports the run's parallel.pipeline."""
         return bool(self.stages(run.parallel.pipeline))
 
     def stage(self, run: Any) -> int:
-        """The ZeRO stage in use: as set, or the default."""
+        """The run's ZeRO stage: engine.zero_stage, or the default."""
         if run.engine.zero_stage is not None:
             return int(run.engine.zero_stage)
         return next(iter(self.stages(run.parallel.pipeline)), 0)
@@ -181,31 +181,31 @@ SUPPORTS = {
 
 
 class Feature(NamedTuple):
-    """Something that settings may ask of an engine."""
+    """A feature that settings may ask of an engine."""
 
     key: str
     """The setting that asks for it."""
     asked: Callable[[Any], Any]
     """Whether a run asks for it."""
     has: Callable[[Supports, Any], Any]
-    """Whether an engine has it for this run."""
+    """Whether an engine supports it in this run."""
     instead: Callable[[Supports, Any], str] = lambda can, run: ""
-    """The engine's substitute, in words; empty without one."""
+    """The values that the engine supports instead, in words; may be empty."""
     detail: Callable[[Supports, Any], str] = lambda can, run: ""
-    """Other settings that it depends on, or why an engine does not have it."""
+    """Further settings on which the support depends, or why an engine does not support it."""
 
     def lacks(self, can: Supports, run: Any) -> bool:
-        """Whether the run asks for it in vain; False if it depends on a setting that is refused."""
+        """Whether the run asks for it and the engine does not support it; False if it depends on a refused setting."""
         try:
             return bool(self.asked(run) and not self.has(can, run))
-        except RefusedError:
+        except RefusedSettingError:
             return False
 
     def sentence(self, can: Supports, run: Any) -> str:
-        """That the engine of the run does not have it."""
+        """The message that the engine of the run does not support it."""
+        sentence = f"engine {run.engine.name!r} does not support {assignment(run, self.key)}{self.detail(can, run)}"
         instead = self.instead(can, run)
-        way_out = f"; it supports {instead}" if instead else ""
-        return f"engine {run.engine.name!r} does not support {named(run, self.key)}{self.detail(can, run)}{way_out}"
+        return f"{sentence}; it supports {instead}" if instead else sentence
 
 
 def _at_stage_of(can: Supports, run: Any) -> str:
@@ -213,11 +213,13 @@ def _at_stage_of(can: Supports, run: Any) -> str:
 
 
 def _of_pipeline(can: Supports, run: Any) -> str:
-    return f" with {named(run, 'parallel.pipeline')}" if run.parallel.pipeline > 1 else ""
+    if run.parallel.pipeline == 1:
+        return ""
+    return f" with {assignment(run, 'parallel.pipeline')}"
 
 
 def _option(name: str) -> Feature:
-    """A setting of engine.* that only some engines support; False asks for nothing."""
+    """A setting of engine.* that only some engines support; all support False."""
     return Feature(
         f"engine.{name}",
         lambda run: run.engine.changed(name) and getattr(run.engine, name) is not False,
@@ -267,7 +269,7 @@ FEATURES = (
         lambda run: run.engine.recompute == "full" and run.parallel.tensor > 1,
         lambda can, run: can.recompute_with_tensor,
         lambda can, run: "selective",
-        lambda can, run: f" with {named(run, 'parallel.tensor')}",
+        lambda can, run: f" with {assignment(run, 'parallel.tensor')}",
     ),
     *map(_option, OPTIONAL),
     # the needs of a user's own optimizer are unknown before it is imported (hpclm.engine.user_optimizers)
@@ -289,7 +291,7 @@ FEATURES = (
 
 
 def unsupported(run: Asking, can: Supports) -> list[str]:
-    """Everything that a run asks of its engine in vain, and the engines that have all of it, or what each of the others lacks."""
+    """Problems with a run whose engine does not support its settings. They name the engines that do, or what each of them lacks."""
     lacking = [feature for feature in FEATURES if feature.lacks(can, run)]
     if not lacking:
         return _more(can, run)
@@ -303,9 +305,11 @@ def unsupported(run: Asking, can: Supports) -> list[str]:
 
 
 def _able(run: Any) -> Iterator[str]:
-    """The engines that have everything that a run asks for, with their ZeRO stage if it is not their default."""
+    """The engines that support a run's settings, with their ZeRO stage if it is not their default."""
     for name, can in SUPPORTS.items():
-        stages = can.stages(run.parallel.pipeline) if run.engine.zero_stage is None else (run.engine.zero_stage,)
+        stages = can.stages(run.parallel.pipeline)
+        if run.engine.zero_stage is not None:
+            stages = (run.engine.zero_stage,)
         for stage in stages:
             other = _at_stage(run, stage)
             if not any(feature.lacks(can, other) for feature in FEATURES) and not _more(can, other):
@@ -322,24 +326,29 @@ def _at_stage(run: Any, stage: int) -> Any:
 
 
 def with_feature(has: Callable[[Supports], Any]) -> str:
-    """The names of the engines that have something."""
+    """The names of the engines for which ``has`` is true."""
     return ", ".join(name for name, can in SUPPORTS.items() if has(can))
 
 
 def _stages(stages: Sequence[int]) -> str:
+    if not stages:
+        return ""
     several = "s" if len(stages) > 1 else ""
-    return f"stage{several} {', '.join(map(str, sorted(stages)))}" if stages else ""
+    return f"stage{several} {', '.join(map(str, sorted(stages)))}"
 
 
 def _lacking(name: str, can: Supports, run: Any) -> str:
-    """The features that another engine lacks for a run."""
-    settings = [named(run, feature.key) for feature in FEATURES if feature.lacks(can, run)]
-    return f"{name} lacks {', '.join(settings)}" if settings else f"{name}: {' and '.join(_more(can, run))}"
+    settings = [assignment(run, feature.key) for feature in FEATURES if feature.lacks(can, run)]
+    if settings:
+        return f"{name} lacks {', '.join(settings)}"
+    return f"{name}: {' and '.join(_more(can, run))}"
 
 
 def _more(can: Supports, run: Any) -> list[str]:
-    """The problems of an engine that are not in the table."""
+    """The problems of an engine that ``can.more`` finds."""
+    if not can.more or not hasattr(run, "for_engine"):
+        return []
     try:
-        return list(load(can.more)(run)) if can.more and hasattr(run, "for_engine") else []
-    except RefusedError:
+        return list(load(can.more)(run))
+    except RefusedSettingError:
         return []

@@ -1,4 +1,4 @@
-"""The value of a declared type that the text of a setting is, or everything that is wrong with the text."""
+"""Convert the text of a setting to its declared type, or report everything that is wrong with the text."""
 
 import re
 import shlex
@@ -21,7 +21,7 @@ from hpclm.config.setting import declared
 BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 NOT_FINITE = re.compile(r"[-+]?\.?(inf|nan)", re.IGNORECASE)
 SECRET = tuple(key for key, entry in all_fields(JobConfig, "job") if declared(entry).secret)
-"""Messages do not show the values of these settings, which may be secrets."""
+"""Settings that may hold secrets; messages do not show their values."""
 
 
 def typed(key: str, node: yaml.Node, kind: Any) -> Any:
@@ -41,7 +41,9 @@ def typed(key: str, node: yaml.Node, kind: Any) -> Any:
         return _entries(key, opened(node), kind)
     if not isinstance(node, yaml.ScalarNode):
         raise refused(key, node, kind)
-    value = node.value if inner is str else _scalar(node.value.strip(), inner)
+    if inner is str:
+        return node.value
+    value = _scalar(node.value.strip(), inner)
     if value is None:
         raise refused(key, node, kind)
     if inner is int and abs(value) > MAX_INTEGER:
@@ -50,7 +52,7 @@ def typed(key: str, node: yaml.Node, kind: Any) -> Any:
 
 
 def opened(node: yaml.Node) -> yaml.Node:
-    """The list or mapping that a text has in brackets; any other node unchanged."""
+    """The list or mapping that is written in brackets inside a text; any other node unchanged."""
     if not isinstance(node, yaml.ScalarNode) or not node.value.lstrip().startswith(("[", "{")):
         return node
     try:
@@ -61,7 +63,7 @@ def opened(node: yaml.Node) -> yaml.Node:
 
 
 def refused(key: str, node: yaml.Node, kind: Any, more: str = "") -> ConfigError:
-    """That a value is not of ``kind``, and how it may be written."""
+    """The error that a value is not of ``kind``, with how to write it."""
     value = plain(node)
     inner = required(kind)
     sentence = f"{shown_setting(key, value)} must be {type_text(kind)}{more}"
@@ -76,12 +78,12 @@ def refused(key: str, node: yaml.Node, kind: Any, more: str = "") -> ConfigError
 
 
 def shown_setting(key: str, value: Any) -> str:
-    """A setting and its value for a message; the name alone if the value may be a secret."""
+    """A setting and its value for a message; the key alone if the value may be a secret."""
     return key if key.startswith(SECRET) else f"{key}={shown(value)}"
 
 
 def _scalar(text: str, kind: Any) -> Any:
-    """The number, bool or word that ``text`` is; None if it is not of ``kind``."""
+    """``text`` as a number, a bool or one of the words of ``kind``; None if it is invalid."""
     if typing.get_origin(kind) is typing.Literal:
         return text if text in typing.get_args(kind) else None
     if kind is bool:
@@ -89,25 +91,20 @@ def _scalar(text: str, kind: Any) -> Any:
     if kind is float and NOT_FINITE.fullmatch(text):
         return float(text.replace(".", ""))
     value = number(text)
-    if value is None:
+    if value is None or (kind is float and abs(value) > sys.float_info.max) or (kind is int and value != value // 1):
         return None
-    if kind is float:
-        return float(value) if abs(value) <= sys.float_info.max else None
-    return int(value) if value == value // 1 else None
+    return kind(value)
 
 
 def _elements(key: str, node: yaml.Node, kind: Any) -> Any:
-    """The elements of a list, or of a tuple of declared length."""
     form = typing.get_origin(required(kind))
     kinds = typing.get_args(required(kind))
     if not isinstance(node, yaml.SequenceNode) or (form is tuple and len(node.value) != len(kinds)):
         raise refused(key, node, kind)
-    kinds = kinds if form is tuple else kinds * len(node.value)
-    named = [
-        (f"{key}[{index}]", element, inner)
-        for index, (element, inner) in enumerate(zip(node.value, kinds, strict=True))
-    ]
-    return form(_all(named))
+    if form is list:
+        kinds *= len(node.value)
+    keys = [f"{key}[{index}]" for index in range(len(kinds))]
+    return form(_all(list(zip(keys, node.value, kinds, strict=True))))
 
 
 def _entries(key: str, node: yaml.Node, kind: Any) -> dict[str, Any]:
@@ -128,7 +125,8 @@ def _entries(key: str, node: yaml.Node, kind: Any) -> dict[str, Any]:
 
 def _all(named: list[tuple[str, yaml.Node, Any]]) -> list[Any]:
     """The values of several nodes; ConfigError with the problems of all."""
-    values, problems = [], []
+    values: list[Any] = []
+    problems: list[str] = []
     for key, node, kind in named:
         try:
             values.append(typed(key, node, kind))
@@ -140,7 +138,7 @@ def _all(named: list[tuple[str, yaml.Node, Any]]) -> list[Any]:
 
 
 def _as_meant(key: str, kind: Any, value: Any) -> str:
-    """``: `` and how ``value`` is written so that it is of ``kind``, if that is clear; else empty."""
+    """``: `` and ``value`` written as a value of ``kind``, if the intent is clear; else empty."""
     if kind == list[str] and isinstance(value, (str, int, float)):
         element = "..." if key.startswith(SECRET) else value
         return f": {shlex.quote(f'{key}=[{element}]')}"

@@ -9,7 +9,7 @@ from typing import Any
 from hpclm.base.errors import ConfigError
 from hpclm.base.files import typed
 from hpclm.config import DataConfig
-from hpclm.config.data import Mixture, mixture, named
+from hpclm.config.data import Mixture, mixture, named_mixtures
 from hpclm.config.section import no_effect
 from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.chat_record import ChatRecord
@@ -178,7 +178,7 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
         for name, share in zip(SPLITS, split_parts(settings.split), strict=True):
             if name == "train" or share:
                 yield name, whole
-    for name, entry in named(settings.validation, "data.validation").items():
+    for name, entry in named_mixtures(settings.validation, "data.validation").items():
         yield NAMED + name, entry
 
 

@@ -1,4 +1,4 @@
-"""Where words occur in the pages of the documentation and in the explanations of settings, the best places first."""
+"""Search the pages of the documentation for words, with the best places first."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,35 +7,36 @@ from pathlib import Path
 
 from hpclm.base import files
 
-PAGES = 8  # at most
-WIDTH = 100  # columns of a line that is shown
+PAGES = 8  # most pages in the answer
+WIDTH = 100  # most columns of a line in the answer
 FENCE = "```"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A page that has words of a search."""
+    """A page that contains words of a search."""
 
     page: str
     title: str
     heading: str
     """The heading above ``line``; empty above the first."""
     line: str
-    """The line of the page that has most of the words."""
+    """The line of the page with the most words."""
     count: int
-    """How often they occur in it."""
+    """How often the words occur in the page."""
     rank: tuple[int, ...]
-    """How good the page is: how many words are in it, in its title, in its headings and in ``line``, and how often they occur."""
+    """The number of words in the page, in its title, in its headings and in ``line``; then ``count``. Larger is better."""
 
 
 def patterns(words: Sequence[str]) -> list[re.Pattern[str]]:
-    """A pattern for each of ``words``, and for words that begin with it, in any case."""
+    """For each of ``words``, a pattern that matches it, and longer words that begin with it, ignoring case."""
     return [re.compile(rf"(?<![A-Za-z]){re.escape(word)}", re.IGNORECASE) for word in words]
 
 
 def places(words: Sequence[str], pages: Mapping[str, Path]) -> list[Place]:
     """The pages that contain all ``words``, best first; if no page does, those that contain some."""
-    matches = [place for name, path in pages.items() if (place := _place(name, files.read_text(path), patterns(words)))]
+    found = (_place(name, files.read_text(path), patterns(words)) for name, path in pages.items())
+    matches = [place for place in found if place]
     best = max((place.rank[0] for place in matches), default=0)
     return sorted((place for place in matches if place.rank[0] == best), key=lambda place: place.rank, reverse=True)
 
@@ -59,13 +60,13 @@ def _place(page: str, text: str, words: Sequence[re.Pattern[str]]) -> Place | No
 
 
 def _number(words: Sequence[re.Pattern[str]], text: str) -> int:
-    """How many of ``words`` are in ``text``."""
     return sum(word.search(text) is not None for word in words)
 
 
 def _with_headings(text: str) -> Iterator[tuple[str, str]]:
-    """The heading above each line of a page, and the line, without the marks of Markdown at its beginning; a heading is above itself."""
-    heading, fenced = "", False
+    """The heading above each line of a page, and the line without Markdown at its ends; a heading is its own heading."""
+    heading = ""
+    fenced = False
     for line in text.splitlines():
         fenced ^= line.startswith(FENCE)
         plain = re.sub(r"^[\s#|>-]+|[\s|]+$|\*\*", "", line)
@@ -76,12 +77,15 @@ def _with_headings(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _around(line: str, words: Sequence[re.Pattern[str]]) -> str:
-    """As much of a line as is shown, around the first of ``words`` in it."""
+    """The part of a line, WIDTH columns long, around the first of ``words`` in it."""
     if len(line) <= WIDTH:
         return line
-    first = min((match.start() for word in words if (match := word.search(line))), default=0)
+    first = min((match.start() for match in (word.search(line) for word in words) if match), default=0)
     start = max(0, min(first - WIDTH // 3, len(line) - WIDTH + 2))
     end = start + WIDTH - 2
-    before = "…" if start > 0 else ""
-    after = "…" if end < len(line) else ""
-    return f"{before}{line[start:end].strip()}{after}"
+    part = line[start:end].strip()
+    if start > 0:
+        part = f"…{part}"
+    if end < len(line):
+        part += "…"
+    return part

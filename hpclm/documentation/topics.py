@@ -1,4 +1,4 @@
-"""Settings with their documentation, as YAML, as a page and one by one; and the pages of the documentation."""
+"""Show settings with their documentation, as YAML, as a page or one by one; and show the pages of the documentation."""
 
 import inspect
 import textwrap
@@ -18,8 +18,8 @@ from hpclm.config.setting import declared
 from hpclm.config.settings import RENAMED
 from hpclm.documentation import search
 
-WIDTH = 100  # columns of an explanation, at most
-SETTINGS = 8  # settings with a word in their names that are shown
+WIDTH = 100  # most columns of an explanation
+SETTINGS = 8  # most settings in the answer to a search
 REFERENCE_HEAD = """# All settings
 
 Each setting is shown with its default, as on a command line, then with its alternatives; a settings file has
@@ -38,13 +38,12 @@ def explained(config: RunConfig, changed_only: bool = False) -> str:
 
 
 def _commented(section: Section, written: Mapping[str, Any], indent: str, changed_only: bool) -> Iterator[str]:
-    """The lines of a section and of those inside it."""
     for entry in fields(section):  # type: ignore[arg-type]
         value = getattr(section, entry.name)
         if isinstance(value, Section):
             inside = list(_commented(value, written[entry.name], f"{indent}  ", changed_only))
-            head = ["", f"{indent}# {inspect.getdoc(type(value))}", f"{indent}{entry.name}:"]
-            yield from [*head, *inside] if inside else []
+            if inside:
+                yield from ("", f"{indent}# {inspect.getdoc(type(value))}", f"{indent}{entry.name}:", *inside)
         elif not changed_only or value != default_of(entry):
             yield from textwrap.wrap(
                 declared(entry).text, 108, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
@@ -69,14 +68,16 @@ def _list(kind: type[Section]) -> Iterator[str]:
     """A line for each setting of a section: its default, the other values of a Literal, and its documentation."""
     for key, entry in all_fields(kind, kind.key):
         if key == dotted(kind.key, entry.name):
-            first, inner = default(entry), required(entry.type)
-            choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
-            values = [f"`{key}={first}`", *(f"`{choice}`" for choice in choices if choice != first)]
+            first = default(entry)
+            inner = required(entry.type)
+            values = [f"`{key}={first}`"]
+            if typing.get_origin(inner) is typing.Literal:
+                values += [f"`{choice}`" for choice in typing.get_args(inner) if choice != first]
             yield f"- {', '.join(values)}: {declared(entry).text}"
 
 
 def topics() -> list[str]:
-    """Everything that has a page or an explanation."""
+    """The names of all pages and settings."""
     return [*_pages(), *keys()]
 
 
@@ -84,10 +85,10 @@ def _pages() -> dict[str, Path]:
     return {name: path for name, path in shipped.pages().items() if not name.startswith("index")}
 
 
-def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
-    """A page, the explanation of a setting or a section, or the places where words occur; without ``topics``, the list of pages.
+def text_on(topics: Sequence[str], commands: Collection[str]) -> str:
+    """A page, the explanation of a setting or a section, or the places of words; without ``topics``, the list of pages.
 
-    ConfigError if nothing is found. ``verbs``: hpclm's commands, which have no page.
+    ConfigError if nothing is found. ``commands``: hpclm's commands, which have no page.
     """
     pages = _pages()
     if not topics:
@@ -99,12 +100,14 @@ def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
     topic = RENAMED.get(words[0], words[0])
     if len(words) == 1:
         name = topic.removeprefix("docs/").partition("#")[0].removesuffix(".md").lower()
-        if page := next((path for title, path in pages.items() if name in (title, title.rpartition("/")[2])), None):
+        page = next((path for title, path in pages.items() if name in (title, title.rpartition("/")[2])), None)
+        if page:
             return files.read_text(page)
         if explained := list(_explained(topic.partition("=")[0])):
             return "\n\n".join(explained) + "\n"
-    heads = [f"hpclm help {word} shows the options of this command." for word in words if word in verbs]
-    heads += [f"{word} is here: {meant}" for word in words if (meant := elsewhere.explained(word))]
+    heads = [f"hpclm help {word} shows the options of this command." for word in words if word in commands]
+    counterparts = {word: elsewhere.explained(word) for word in words}
+    heads += [f"{word} is here: {meant}" for word, meant in counterparts.items() if meant]
     if results := [*heads, *_of_settings(words), *_of_pages(words, pages)]:
         return "\n".join([*results, ""])
     meant = hints.nearest(topic.partition("=")[0], keys())
@@ -114,7 +117,7 @@ def text_on(topics: Sequence[str], verbs: Collection[str]) -> str:
 
 
 def _of_settings(words: Sequence[str]) -> list[str]:
-    """Lines about the settings that have all ``words`` in their names."""
+    """Lines about the settings with all ``words`` in their names."""
     patterns = search.patterns(words)
     matching = (
         (key, entry) for key, entry in all_fields(RunConfig) if all(pattern.search(key) for pattern in patterns)
@@ -122,13 +125,14 @@ def _of_settings(words: Sequence[str]) -> list[str]:
     rows = [(key, declared(entry).text) for key, entry in matching]
     if not rows:
         return []
-    more = [f"    and {len(rows) - SETTINGS} more"] if len(rows) > SETTINGS else []
-    shown = (terminal.shortened(line, WIDTH) for line in terminal.columns(rows[:SETTINGS]))
-    return [f"settings (hpclm docs {rows[0][0]} explains it)", *(f"    {line}" for line in shown), *more]
+    shown = [f"    {terminal.shortened(line, WIDTH)}" for line in terminal.columns(rows[:SETTINGS])]
+    if len(rows) > SETTINGS:
+        shown.append(f"    and {len(rows) - SETTINGS} more")
+    return [f"settings (hpclm docs {rows[0][0]} explains it)", *shown]
 
 
 def _of_pages(words: Sequence[str], pages: Mapping[str, Path]) -> list[str]:
-    """Lines about the pages that have ``words``, the best first; translations only for words that are not English."""
+    """Lines about the pages with ``words``, best first. Translations count only for words that are not English."""
     english = all(word.isascii() for word in words)
     searched = {name: path for name, path in pages.items() if not (english and name.endswith(".zh"))}
     places = search.places(words, searched)
@@ -144,7 +148,7 @@ def _of_pages(words: Sequence[str], pages: Mapping[str, Path]) -> list[str]:
 
 
 def _explained(key: str) -> Iterator[str]:
-    """The setting ``key``, or those of the section ``key``, with or without its dot."""
+    """The explanation of the setting ``key``, or of each setting in the section ``key``, with or without a final dot."""
     section = f"{key.removesuffix('.')}."
     for name, entry in all_fields(RunConfig):
         if name == split_key(key)[0] or name.startswith(section):

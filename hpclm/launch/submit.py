@@ -130,7 +130,7 @@ def _of_job(job: JobConfig) -> str:
 def _is_toy(request: SubmitRequest) -> bool:
     """Whether the run is the toy model, and the user has not chosen its run directory."""
     words = list(request.settings)
-    chosen = {"out", "name"} & set(config.compose.named(words))
+    chosen = {"out", "name"} & set(config.compose.keys_set(words))
     return not chosen and [word for word in words if not is_override(word)] in ([], ["debug"])
 
 

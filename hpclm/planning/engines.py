@@ -8,7 +8,7 @@ from hpclm.config.supports import SUPPORTS
 from hpclm.planning import optimizer
 
 EXPERT_WEIGHT = "block0.mlp.experts.up", (4, 8, 8)
-"""An example of expert weights, to look up an optimizer's state of them."""
+"""An example of expert weights, to look up an optimizer's state for such weights."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class EngineCosts:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer, which may keep state that is not divided like the weights."""
     gathered: BytesPerParameter = BytesPerParameter(2)
-    """Copies of the weights in the compute type: ``replicated`` for the whole stage; ``sharded`` for layers other than blocks, and for
+    """Copies of the weights in the compute type. ``replicated``: for the whole stage. ``sharded``: for layers other than blocks, and for
     one block at a time (two in the backward pass)."""
     kept: float = 0
     """Sharded parameters, the last of a stage, that stay gathered from the forward to the backward pass."""
@@ -63,7 +63,7 @@ class EngineCosts:
     table: int = 2
     """Bytes per element of the embedding that the loss needs besides weights and gradients."""
     table_at_once: int = 0
-    """``table`` if all logits of a micro-batch exist at once."""
+    """See ``table``; for a loss that holds all logits of a micro-batch at once."""
     zero: int = 0
     """ZeRO stage."""
     reduced: int = 4
@@ -73,7 +73,7 @@ class EngineCosts:
     sent: int = 0
     """Bytes per weight in data-parallel communication."""
     gathers: int = 0
-    """How often a micro-batch gathers the blocks; 0: weights are gathered once a step."""
+    """Number of times a micro-batch gathers the blocks; 0: weights are gathered once a step."""
     deferred: bool = False
     """Whether gradients are reduced once a step at any ZeRO stage."""
     overlap: bool = True
@@ -159,28 +159,37 @@ def _sharded(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engine
 
 
 def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """Of K = 12 bytes of optimizer (fp32 weight and two moments), 2 of gradients and 2 of weights, stage 1 shards K, stage 2 also the
+    """K = 12 bytes of optimizer state (fp32 weight and two moments), 2 of gradients and 2 of weights. Stage 1 shards K, stage 2 also the
     gradients, stage 3 everything (Rajbhandari et al. 2020, section 5). Stage 0 is hpclm's own optimizer."""
     element = common.element
     stage = common.zero
     if stage == 0:
         return replace(_pipelining(engine, common, pipeline), staged=False, overlap=False)
-    fp32 = engine.gradients == "fp32"  # accumulated in addition to those in the compute type
+    fp32 = engine.gradients == "fp32"  # fp32 gradients come on top of the gradients in the compute type
     whole = BytesPerParameter(element + 4 * fp32)
     on_cpu = engine.offload != "none"
     # pipelines, and stage 1 in bf16 with gradients in fp32, use DeepSpeed's BF16_Optimizer, which all-reduces without
     # buckets
     simple = pipeline > 1 or (stage == 1 and fp32 and element == 2 and engine.precision != "fp16" and not on_cpu)
-    weights = BytesPerParameter(0, element) if stage == 3 else BytesPerParameter(element)
-    gradients = whole if stage == 1 else BytesPerParameter(0, element if on_cpu else 4)
+    reduced = 4 if fp32 else element
+    weights = BytesPerParameter(element)
+    gradients = BytesPerParameter(0, 4)
     optim = BytesPerParameter(0, 4 + common.optimizer.replicated)
+    bucket = 5e8 * reduced
+    buckets = 2  # stages 1 and 2 fill one while they send the other
+    if stage == 3:
+        weights = BytesPerParameter(0, element)
+        buckets = 1
     if engine.offload == "parameters":
         weights = BytesPerParameter()
     if on_cpu:
+        gradients = BytesPerParameter(0, element)
         optim = BytesPerParameter()
         common = replace(common, outside=0.0, of_experts=0.0)
-    bucket = engine.bucket_mb * 2**20 if engine.bucket_mb else 5e8 * (4 if fp32 else element)
-    buckets = 1 if stage == 3 else 2  # stages 1 and 2 fill one while they send the other
+    if stage == 1:
+        gradients = whole
+    if engine.bucket_mb:
+        bucket = engine.bucket_mb * 2**20
     if simple:
         buckets = 0
     return replace(
@@ -193,7 +202,7 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         buckets=bucket * buckets,
         table=8 - element,
         table_at_once=8 - element,
-        reduced=4 if fp32 else element,
+        reduced=reduced,
         all_reduced=stage < 3,
         sent=element,
         gathers=2 if stage == 3 else 0,

@@ -1,8 +1,8 @@
-"""One rank of a cluster on a machine without GPUs: PyTorch's fake tensors, its fake process group and its memory tracker.
+"""Simulate one rank of a cluster without GPUs, with PyTorch's fake tensors, fake process group and memory tracker.
 
-Engines run as on ``cuda:0``. PyTorch has fake CUDA tensors only in a CUDA build, so these are fake CPU tensors. Requests for ``cuda``
-get the CPU, `is_cuda` is true, and streams are those of ``torch.cpu``, on which nothing is queued. Only this file uses non-public
-parts of PyTorch.
+Engines run as on ``cuda:0``. PyTorch has fake CUDA tensors only in a CUDA build, so this file uses fake CPU tensors. Requests for
+``cuda`` get the CPU, `is_cuda` is true, and streams are the empty streams of ``torch.cpu``. Only this file uses non-public parts of
+PyTorch.
 """
 
 import warnings
@@ -39,7 +39,7 @@ Collective = tuple[str, tuple[int, ...]]
 
 
 class CallCounter(TorchDispatchMode):
-    """Counts collectives, and times that the host waits for the device."""
+    """Counts collectives and the host's waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class CallCounter(TorchDispatchMode):
         """Whether work has been queued on the device since the last wait."""
 
     def restart(self) -> None:
-        """Reset the counts."""
+        """Set all counts to 0."""
         self.calls.clear()
         self.bytes.clear()
         self.waits = 0
 
     def wait(self, *_: Any) -> None:
-        """The host waits for the device, unless the device has nothing to do."""
+        """Count a wait of the host, unless the device has nothing to do."""
         self.waits += self._queued
         self._queued = False
 
@@ -75,8 +75,8 @@ class CallCounter(TorchDispatchMode):
 
 
 def _value(scalar: Tensor) -> float:
-    """The value that the host reads from a fake tensor: 0, or 1 for a loss, or for a vote of PyTorch's pipelines, whose stages know what
-    they will receive."""
+    """The value that the host reads from a fake tensor: 0, but 1 for a loss, and 1 for the vote of PyTorch's pipeline stages that they
+    know the shapes of what they receive."""
     return 1.0 if scalar.is_floating_point() else int(scalar.dtype == torch.int32)
 
 
@@ -116,7 +116,7 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | N
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout with a mask of one byte per value, as on a GPU."""
+    """Dropout as on a GPU, with a mask of one byte per value."""
     return aten.native_dropout(x, p, training)[0]
 
 
@@ -130,7 +130,7 @@ def evenly(counter: CallCounter, counts: Tensor, rows: int) -> Any:
 
 @contextmanager
 def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
-    """Inside this context, PyTorch is that of rank ``rank`` of ``world``, on a GPU that computes nothing."""
+    """Inside this context, PyTorch behaves as on rank ``rank`` of ``world``, with a GPU that computes nothing."""
     counter = CallCounter()
     with ExitStack() as opened:
         if world > 1:
@@ -148,7 +148,6 @@ def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
 
 
 def _replacements(counter: CallCounter) -> dict[str, Any]:
-    """Replacements of parts of PyTorch, by name."""
 
     class Event(torch.cpu.Event):
         def __init__(self, *_: Any, **__: Any):
@@ -170,7 +169,7 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
     mesh_from_group: Callable[..., DeviceMesh] = DeviceMesh.from_group
     properties = SimpleNamespace(total_memory=MEMORY, name="fake GPU", major=9, minor=0)
     return {
-        # these would ask the driver
+        # the originals ask the driver
         "cuda.is_available": lambda: True,
         "cuda.get_device_properties": lambda *_: properties,
         "cuda.get_rng_state": lambda *_: torch.get_rng_state(),
@@ -180,7 +179,7 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
         "cuda.current_stream": torch.cpu.current_stream,
         "cuda.stream": torch.cpu.stream,
         "cuda.synchronize": counter.wait,
-        # on a CPU they save other tensors than on a GPU, or decompose differently
+        # on a CPU, the originals save other tensors than on a GPU, or decompose differently
         "nn.functional.scaled_dot_product_attention": attention,
         "nn.functional.rms_norm": rms_norm,
         "nn.functional.dropout": dropout,
@@ -194,7 +193,7 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
 
 
 def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> dict[str, int]:
-    """Bytes of each part of PyTorch's MemTracker at the fullest moment of ``step``."""
+    """Bytes of each part of PyTorch's MemTracker at the memory peak of ``step``."""
     tracker = MemTracker()
     weights = nn.ParameterList(weight for group in optimizer.param_groups for weight in group["params"])
     tracker.track_external(model, weights, optimizer)

@@ -1,4 +1,4 @@
-"""Fits a run to the GPUs that train: batch.micro_size=auto, and advice when memory was not enough."""
+"""Fit a run to its GPUs: choose batch.micro_size=auto, and suggest changes after an out-of-memory error."""
 
 import logging
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ON_CPU = 4096
-"""Tokens of the largest micro-batch on a CPU, where larger ones only take more memory."""
+"""Tokens of the largest micro-batch on a CPU; larger micro-batches would only take more memory."""
 UNKNOWN = gpus.KINDS["H100"]
-"""Stands for a GPU that is not in the table, with the actual memory."""
+"""The kind assumed for a GPU that is not in the table, apart from its memory."""
 MACHINE = replace(UNKNOWN, bf16=False)
-"""Stands for a machine that trains without a GPU."""
+"""The kind assumed for a machine without a GPU."""
 CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -40,8 +40,7 @@ def gpu_kind(device: "torch.device") -> Kind | None:
 
 
 def with_micro_size(config: RunConfig, context: DistributedContext, device: "torch.device") -> RunConfig:
-    """``config`` with a number for batch.micro_size, the same on every rank and after a resume; ConfigError on every rank if none fits.
-    ``device``: this rank's."""
+    """``config`` with a number for batch.micro_size, the same on every rank and after a resume. ConfigError on every rank if none fits."""
     return with_micro_size_for(gpu_kind(device), config, context)
 
 
@@ -49,7 +48,9 @@ def with_micro_size_for(kind: Kind | None, config: RunConfig, context: Distribut
     """``with_micro_size`` for a rank with a GPU of this kind, or without one."""
     if config.batch.micro_size:
         return config
-    (memory,) = context.all_reduce_max(-kind.memory if kind else 0.0)  # minus the smallest memory of all ranks
+    (memory,) = context.all_reduce_max(
+        -kind.memory if kind else 0.0
+    )  # the negative of the smallest memory of all ranks
     smallest = replace(kind, memory=-memory) if kind and memory else None
 
     def chosen() -> int:
@@ -67,7 +68,6 @@ def _of_size(config: RunConfig, size: int) -> RunConfig:
 
 
 def _divides(config: RunConfig, size: int, processes: int) -> bool:
-    """Whether micro-batches of ``size`` divide the global batch."""
     try:
         _of_size(config, size).plan(processes)
     except ConfigError:
@@ -92,7 +92,6 @@ def _on_cpu(config: RunConfig, processes: int) -> int:
 
 
 def _sized(config: RunConfig, context: DistributedContext) -> RunConfig:
-    """``config`` with the nodes and GPUs of this job."""
     return replace(
         config, job=replace(config.job, nodes=context.size // context.world.local_size, gpus=context.world.local_size)
     )
@@ -124,8 +123,7 @@ def _explanation(run: RunConfig, kind: Kind) -> Iterator[str]:
 
 
 def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
-    """Single changes that need less memory by the planner's estimate: half the micro-batch, recomputation, sharding over all replicas.
-    Maps settings to the bytes that they need."""
+    """Single changes of settings that need less memory by the planner's estimate, such as half the micro-batch -> bytes needed."""
     changes = (
         dict(batch=replace(run.batch, micro_size=max(1, run.batch.micro_size // 2))),
         dict(engine=replace(run.engine, recompute="full")),
@@ -136,17 +134,17 @@ def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
     for change in changes:
         with suppress(ConfigError):  # the engine or the batch does not allow it
             other = replace(run, **change)
-            if (size := needed(other, kind)) < needed(run, kind):
+            size = needed(other, kind)
+            if size < needed(run, kind):
                 less[" ".join(suggest.options(run, other))] = size
     return less
 
 
 def needed(run: RunConfig, kind: Kind) -> float:
-    """The planner's estimate for the fullest stage, in bytes; tensors only on a machine that trains without a GPU."""
+    """The planner's estimate for the stage with the most memory, in bytes; on a machine without a GPU, tensors only."""
     peak = forecast.predict(run, kind).peak
     return peak.tensors if kind == MACHINE else peak.total
 
 
 def _in_units(size: float) -> str:
-    """Bytes in GiB or MiB."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / (1 << 20):.1f} MiB"

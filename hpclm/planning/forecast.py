@@ -38,12 +38,12 @@ class Forecast:
 
     @property
     def peak(self) -> Memory:
-        """Memory of a GPU of that stage."""
+        """Memory of a GPU of the stage that needs the most."""
         return self.memory[self.worst]
 
     @property
     def room(self) -> str:
-        """ "fits", "tight" (only if the allocator releases its overhead), or "does not fit"."""
+        """Whether it "fits", is "tight" (fits only if the allocator releases its overhead) or "does not fit"."""
         have = self.kind.memory * GIB
         if self.peak.total <= have:
             return "fits"
@@ -51,7 +51,7 @@ class Forecast:
 
     @cached_property
     def step(self) -> Step | None:
-        """Seconds of a step; None in fp32: its peak rates are unknown."""
+        """Seconds of a step; None in fp32, because its peak rates are unknown."""
         kind = optimizer.kind(self.costs.optim)
         optim = self.costs.optim
         of_matrices = kind.cost(optim, [(1, 1)]).element if kind.matrices else 0
@@ -71,13 +71,15 @@ class Forecast:
 
     @property
     def samples(self) -> int:
-        """Samples per step."""
+        """Number of samples per step."""
         return self.layout.data * self.layout.micro_size * self.layout.accumulation
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of all GPUs."""
-        return self.samples * self.model.context / self.step.total if self.step else None
+        if self.step is None:
+            return None
+        return self.samples * self.model.context / self.step.total
 
     @property
     def mfu(self) -> float | None:
@@ -91,15 +93,19 @@ class Forecast:
 
     def _used(self, flops: float) -> float | None:
         rate = self.tokens_per_second
-        peak = self.kind.peak * (count.fp8_gain(self.model) if self.costs.fp8 else 1.0)
-        return rate * flops / (self.layout.gpus * peak) if rate else None
+        if not rate:
+            return None
+        peak = self.kind.peak
+        if self.costs.fp8:
+            peak *= count.fp8_gain(self.model)
+        return rate * flops / (self.layout.gpus * peak)
 
 
 def predict(run: RunConfig, kind: Kind) -> Forecast:
     """The forecast for ``run`` on job.nodes x job.gpus GPUs; ConfigError if the layout does not fit that number."""
     shape = layout.layout_of(run)
     engine = run.engine
-    if engine.name == "fsdp2" and shape.ranks == 1:  # then it is the native engine: there is nothing to shard
+    if engine.name == "fsdp2" and shape.ranks == 1:  # with one rank, fsdp2 shards nothing and equals the native engine
         engine = replace(engine, name="native", zero_stage=0)
     optimizer.check_user_optimizer(run)
     if engine.fp8 and not kind.fp8 and engine.device != "cpu":

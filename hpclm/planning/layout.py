@@ -11,7 +11,7 @@ from hpclm.parallel.balance import balanced
 
 @dataclass(frozen=True)
 class Layout:
-    """A step over data x context x pipeline x tensor GPUs, ``node`` of them per node; tensor ranks are adjacent, then context ranks."""
+    """A step over data x context x pipeline x tensor GPUs, ``node`` GPUs per node. Tensor ranks are adjacent, then context ranks."""
 
     data: int = 1
     """Replicas, each of ``context`` ranks."""
@@ -35,16 +35,16 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs."""
+        """Number of GPUs of all nodes."""
         return self.ranks * self.tensor * self.pipeline
 
     @property
     def ranks(self) -> int:
-        """Number of data-parallel ranks: those that hold the same weights, or shards of them."""
+        """Number of data-parallel ranks, which hold the same weights or shards of them."""
         return self.data * self.context
 
     def tokens(self, model: ModelConfig) -> int:
-        """Tokens of a micro-batch that each rank's layers see."""
+        """Number of tokens of a micro-batch in each rank's layers."""
         return self.micro_size * model.context // self.context
 
     @property
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Number of such copies."""
+        """Number of copies of the sharded values."""
         return self.ranks // self.sharing
 
     @property
@@ -109,11 +109,11 @@ class Stage:
         return tuple(kind for kind in (False, True) if self.count(kind))
 
     def count(self, with_experts: bool) -> int:
-        """Number of blocks with experts, or of those without."""
+        """Number of blocks with experts, or without experts."""
         return self.with_experts if with_experts else self.blocks - self.with_experts
 
     def total(self, of_block: Callable[[bool], float]) -> float:
-        """Sum of ``of_block`` over all blocks; it takes whether a block has experts."""
+        """Sum of ``of_block`` over all blocks. Its argument is whether a block has experts."""
         return sum(self.count(kind) * of_block(kind) for kind in self.kinds)
 
 
@@ -129,7 +129,6 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
 
 
 def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]:
-    """Blocks of each of ``parts`` stages."""
     table = model.hidden * model.padded_vocab
     kinds = [model.experts.in_layer(layer) for layer in range(model.layers)]
     if layout.partition == "blocks":
@@ -156,8 +155,7 @@ def _elsewhere(model: ModelConfig, layout: Layout) -> int:
 
 @lru_cache(maxsize=512)
 def _divided(costs: tuple[float, ...], parts: int) -> tuple[range, ...]:
-    """Blocks of each of ``parts`` stages. ``costs``: of the layers before the first block, of each block, and of the layers after the
-    last."""
+    """Blocks of each of ``parts`` stages. ``costs``: of the layers before the first block, each block, and the layers after the last."""
     blocks = len(costs) - 2
     needed = [False, *[True] * blocks, False]
     ranges = balanced(costs, parts, needed)

@@ -1,8 +1,7 @@
-"""Cost, for a GPU of a stage, of an optimizer that updates whole matrices or keeps state not divided like the weights, by its row in
-OPTIMIZERS. Matrices are divided as in hpclm.engine.matrix_exchange: in a round, each of the data x tensor processes of a stage works on
-one.
+"""Cost, for a GPU of a stage, of an optimizer that updates whole matrices or keeps state not divided like the weights.
 
-A x B is a matrix, with A the smaller of its sides.
+The optimizer's row in OPTIMIZERS gives the cost per matrix. hpclm.engine.matrix_exchange divides the matrices: in a round, each of the
+data x tensor processes of a stage works on one matrix. A x B is a matrix, with A the smaller of its sides.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,20 +19,20 @@ UPDATING = 14
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Costs of one optimizer step, for the GPU with the most work in each round."""
+class ExchangeCost:
+    """Cost of one optimizer step, for the GPU with the most work in each round."""
 
     flops: float = 0.0
     sent: float = 0.0
-    """Bytes sent to the processes with other parts of the same matrices, and to those with the same parts."""
+    """Bytes sent to processes with other parts of the same matrices, and to processes with the same parts."""
     memory: float = 0.0
     """Bytes during the largest round."""
     state: float = 0.0
-    """Bytes of optimizer state not divided like its weight: of the matrices that a GPU works on, and of replicated state."""
+    """Bytes of optimizer state not divided like its weight: the state of the matrices that a GPU works on, and replicated state."""
 
 
 def weights(model: ModelConfig, stage: Stage) -> list[tuple[str, list[Shape]]]:
-    """The two-dimensional weights of a stage: the name of each, and the matrices that it fuses."""
+    """The two-dimensional weights of a stage: for each, its name and the matrices that it fuses."""
     hidden = model.hidden
     keys = model.attention.groups * model.head_width
     attention = [
@@ -76,11 +75,11 @@ def whole(parts: Sequence[Shape]) -> Shape:
 
 
 def shape(name: str, parts: Sequence[Shape]) -> tuple[int, ...]:
-    """The shape of the weight that fuses matrices; for experts, of a stack of one."""
+    """The shape of the weight that fuses matrices; for experts, the shape of a stack of one."""
     return (1, *whole(parts)) if stacked(name) else whole(parts)
 
 
-def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, stage: Stage) -> Exchange:
+def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, stage: Stage) -> ExchangeCost:
     """The cost for a GPU of a stage, at a ZeRO stage."""
     if not optimizer.kind(optim).matrices or not stage.with_experts:
         return _exchange(weights(model, stage), layout, optim, zero)
@@ -90,7 +89,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     # divided experts are held by fewer processes, and have separate rounds
     rest = _exchange(every[0], layout, optim, zero)
     of_experts = _exchange(every[1], layout.of_experts, optim, zero)
-    return Exchange(
+    return ExchangeCost(
         rest.flops + of_experts.flops,
         rest.sent + of_experts.sent,
         max(rest.memory, of_experts.memory),
@@ -98,7 +97,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     )
 
 
-def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: OptimConfig, zero: int) -> Exchange:
+def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: OptimConfig, zero: int) -> ExchangeCost:
     """The cost of these weights for a GPU. ``layout``: for these weights."""
     kind = optimizer.kind(optim)
     state = {name: kind.state(name, shape(name, parts), optim) for name, parts in dict(every).items()}
@@ -107,7 +106,7 @@ def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: Optim
     works_on = {name for name, parts in dict(every).items() if chooses and chooses(name, shape(name, parts))}
     every = [(name, parts) for name, parts in every if name in works_on]
     if not every:
-        return Exchange(state=everywhere)
+        return ExchangeCost(state=everywhere)
     holders = layout.tensor * (layout.sharing if zero else 1)
     """Processes that together hold one copy of the matrices."""
     size = layout.tensor * layout.ranks
@@ -127,7 +126,7 @@ def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: Optim
         sum(_bytes(tensors_held(state[some[slot][0]], "matrix").values()) for some in rounds if slot < len(some))
         for slot in range(size)
     ]
-    return Exchange(
+    return ExchangeCost(
         flops=sum(max(costs[name].flops for name, _ in some) for some in rounds),
         sent=element * (gathered + values * (copies - 1) / copies),
         memory=element * moved + max(UPDATING * largest / holders, working),

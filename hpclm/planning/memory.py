@@ -1,7 +1,7 @@
 """Memory of one GPU by part, in bytes.
 
 n = tokens of a micro-batch on this rank, C hidden width, F the MLP's inner width, D a head's width, H heads, G key/value heads, t
-tensor-parallel ranks, E experts, k of them for each token. Experts are assumed to get equally many tokens; a rank whose experts get more
+tensor-parallel ranks, E experts, k experts per token. All experts are assumed to get the same number of tokens; a rank with more tokens
 needs more memory.
 """
 
@@ -16,7 +16,7 @@ from hpclm.planning.layout import experts as of_experts
 from hpclm.planning.matrices import exchange
 
 PROCESS = 3 * 2**30
-"""Bytes of a process besides tensors: CUDA context, NCCL buffers, cuBLAS workspaces, libraries."""
+"""Bytes of a process in addition to tensors: CUDA context, NCCL buffers, cuBLAS workspaces, libraries."""
 SLACK = 0.13
 """Overhead of the allocator, as a fraction of the tensors."""
 
@@ -35,17 +35,17 @@ class Memory:
 
     @property
     def tensors(self) -> float:
-        """All parts."""
+        """Bytes of all tensors."""
         return sum(getattr(self, part.name) for part in fields(self))
 
     @property
     def overhead(self) -> float:
-        """The process and its allocator's overhead."""
+        """Bytes of the process and of its allocator's overhead."""
         return PROCESS + SLACK * self.tensors
 
     @property
     def total(self) -> float:
-        """Tensors and overhead."""
+        """Bytes of tensors and overhead."""
         return self.tensors + self.overhead
 
 
@@ -55,8 +55,8 @@ def of_stages(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Me
 
 
 def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> Memory:
-    """Memory of one GPU of a stage at the fullest moment of a step. That is with the logits of the loss, in the backward pass (and
-    recomputation) of the last block, or while the optimizer works on whole matrices."""
+    """Memory of one GPU of a stage at its peak in a step. The peak is at the logits of the loss, in the backward pass (and recomputation)
+    of the last block, or while the optimizer works on whole matrices."""
     weight_count = parameters(model, layout, stage)
     plain = outside_experts(model, layout, stage)
     expert = stage.with_experts * of_experts(model, layout)
@@ -69,7 +69,7 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     optimizer += costs.outside * of_others / (layout.sharing if costs.zero else 1)
     optimizer += costs.of_experts * expert / (experts_sharing if costs.zero else 1)
     if costs.deferred and layout.accumulation > 1:
-        gradients = costs.reduced * weight_count  # whole until the last backward pass
+        gradients = costs.reduced * weight_count  # not sharded until the last backward pass
     held = activations(model, layout, costs, stage)
     tokens = layout.tokens(model)
     table = model.padded_vocab * model.hidden / layout.tensor
@@ -81,7 +81,7 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     of_loss = stage.last * tokens * model.hidden * costs.element * (2 + (layout.tensor > 1) / layout.tensor)
     entries = stage.last * rows * model.padded_vocab / layout.tensor
     logits = entries * (costs.logit + costs.element * several)
-    if not several:  # the table's gradient is computed from that of the logits
+    if not several:  # all gradients of the logits exist at once, because they give the table's gradient
         logits = max(logits, 2 * costs.element * entries + costs.table_at_once * stage.last * table)
     copied = copies(model, layout, costs, stage)
     in_backward = held + max(working(model, layout, costs, kind) for kind in stage.kinds)
@@ -132,7 +132,7 @@ def working(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts
 
 
 def expert_rows(model: ModelConfig, layout: Layout) -> float:
-    """Rows that one GPU's experts compute in a layer: k for each token, of all tensor-parallel ranks' tokens if those split experts."""
+    """Rows that one GPU's experts compute in a layer: k per token, over the tokens of all tensor-parallel ranks if these split experts."""
     return layout.tokens(model) * model.experts.per_token / (1 if layout.split_experts else layout.tensor)
 
 
@@ -186,8 +186,8 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, wi
 
 
 def _inner(model: ModelConfig, costs: EngineCosts) -> int:
-    """Saved activations of an MLP's inner width: input and output of the activation function, and with gates both factors, one of which
-    compiled blocks recompute. ReLU's gradient follows from its output."""
+    """Number of saved activations of an MLP's inner width: input and output of the activation function, and with gates both factors.
+    Compiled blocks recompute one of the factors. ReLU's gradient needs only the output."""
     if model.gated:
         return 3 if costs.compiled else 4
     return 1 if model.activation == "relu" else 2

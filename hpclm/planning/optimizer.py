@@ -1,4 +1,4 @@
-"""The planner's knowledge of the optimizer."""
+"""The optimizer that the planner assumes, known or a user's own."""
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig, RunConfig
@@ -8,7 +8,7 @@ from hpclm.optim.optimizers import kind_of
 
 
 def kind(optim: OptimConfig) -> OptimizerKind:
-    """The optimizer; for a user's optimizer that cannot be loaded here, an assumption."""
+    """The optimizer's kind; for a user's optimizer that cannot be loaded here, an assumed kind."""
     return row(optim.name) if assumed(optim) else kind_of(optim)
 
 
@@ -25,7 +25,7 @@ def assumed(optim: OptimConfig) -> str | None:
 
 
 def check_user_optimizer(run: RunConfig) -> None:
-    """ConfigError if the user's optimizer, where it can be tried here, cannot train in the run's layout."""
+    """ConfigError if a user's optimizer cannot train in the run's layout. An optimizer that cannot be tried here is accepted."""
     if run.optim.name in OPTIMIZERS or assumed(run.optim):
         return
     from hpclm.engine.user_optimizers import check_optimizer  # imports PyTorch

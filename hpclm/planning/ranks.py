@@ -26,7 +26,7 @@ def parse_ranks(text: str, world: int) -> list[int]:
 
 
 def report(run: RunConfig, ranks: Sequence[int], kind: Kind) -> Iterator[str]:
-    """Lines about each of these ranks. ``kind``: for batch.micro_size=auto."""
+    """Lines about each of these ranks. ``kind``: the kind of GPU for batch.micro_size=auto."""
     run = suggest.with_micro_size(run, kind)
     for number, rank in enumerate(ranks):
         if number:

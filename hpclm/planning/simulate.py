@@ -1,4 +1,4 @@
-"""One optimizer step of any rank of a run, by the engine's own code on a fake GPU: memory, communication and waits."""
+"""Simulate one optimizer step of any rank with the engine's code on a fake GPU, for its memory, communication and waits."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ PARTS = {
     "optimizer": ("Optstate",),
     "activations": ("Activation", "Temp", "Other"),
 }
-"""Maps parts of a report to their names in PyTorch's MemTracker. weights: including gathered and cast ones; activations: the rest."""
+"""Part of a report -> its names in PyTorch's MemTracker. Weights include gathered and cast ones; activations include the rest."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CollectiveTotal:
 
     kind: str
     group: str
-    """Axis of the mesh."""
+    """Name of the mesh axis."""
     size: int
     """Ranks in the group."""
     count: int
@@ -54,12 +54,12 @@ class Simulation:
     parameters: int
     """Parameters of this rank's part of the model."""
     updated: int
-    """Number of those that this rank's optimizer updates."""
+    """Number of parameters that this rank's optimizer updates."""
     memory: Mapping[str, int]
-    """Bytes of each part at the step's fullest moment, uncompiled."""
+    """Bytes of each part at the memory peak of the step, uncompiled."""
     collectives: tuple[CollectiveTotal, ...]
     waits: int
-    """How often the host waits for the device in the simulated micro-batches, excluding the wait for the result."""
+    """Number of times the host waits for the device in the simulated micro-batches, without the wait for the result."""
 
 
 def simulate(run: RunConfig, rank: int = 0) -> Simulation:
@@ -79,7 +79,7 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
     with fake_gpu(rank, world) as counter:
         mesh = Mesh.build(rank, world, run.parallel)
         mesh = replace(mesh, nodes=min(run.job.nodes, mesh.dp.size))
-        engine = build(small, mesh)
+        engine = build_engine(small, mesh)
         batches = [micro_batch(run).part(mesh.cp) for _ in range(count)]
         seen: list[tuple[Counter[Collective], Counter[Collective]]] = []
         # allocates the optimizer's state
@@ -120,8 +120,8 @@ def shortened(run: RunConfig, micro_batches: int) -> RunConfig:
     return replace(run, batch=batch, engine=replace(run.engine, compile=False))
 
 
-def build(run: RunConfig, mesh: Mesh) -> Any:
-    """The engine on the fake GPU. Checks whether its PyTorch could train with it, but not whether this machine could."""
+def build_engine(run: RunConfig, mesh: Mesh) -> Any:
+    """The run's engine on the fake GPU; ConfigError if the installed PyTorch cannot run it. The machine is not checked."""
     if reason := unavailable(run.engine.name):
         raise ConfigError(reason)
     return lookup("engine", run.engine.name, ENGINES, CHECK)(
@@ -130,7 +130,7 @@ def build(run: RunConfig, mesh: Mesh) -> Any:
 
 
 def micro_batch(run: RunConfig) -> MicroBatch:
-    """One micro-batch as the data loader makes it."""
+    """One micro-batch of zeros, with the tensors that the run's data loader returns."""
     ids = torch.zeros(run.batch.micro_size, run.model.context, dtype=torch.int64, device=CUDA)
     data = run.data
     return MicroBatch(
@@ -145,7 +145,7 @@ def micro_batch(run: RunConfig) -> MicroBatch:
 def _collectives(
     calls: Counter[Collective], sizes: Counter[Collective], mesh: Mesh, of_experts: Mesh
 ) -> list[CollectiveTotal]:
-    """Each kind of collective, with the name of the mesh axis of its group; the most specific of several axes with the same ranks.
+    """The totals of each kind of collective per group. A group has the name of its mesh axis, the most specific if several axes match.
     ``of_experts``: the mesh for experts."""
     axes = {
         "expert data": of_experts.dp,

@@ -1,4 +1,4 @@
-"""Layouts that fit, fastest first, and batch.micro_size=auto: the fastest micro-batch that fits."""
+"""Suggest the fastest layouts that fit, and choose batch.micro_size=auto, the fastest micro-batch that fits."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +24,7 @@ VARIED = {
 }
 """Settings that a suggestion may change."""
 TOKENS = 32768
-"""Tokens of the largest micro-batch of batch.micro_size=auto; matrix products reach full speed with fewer."""
+"""Tokens of the largest micro-batch that batch.micro_size=auto chooses; matrix products reach full speed with fewer."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Suggestion:
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
+        """Tokens per second; 0 if unknown."""
         return self.forecast.tokens_per_second or 0.0
 
 
@@ -83,7 +83,7 @@ def variants(run: RunConfig) -> Iterator[RunConfig]:
 
 
 def _experts(run: RunConfig, tensor: int, data: int) -> Iterator[dict[str, Any]]:
-    """Ways to divide experts over ``data`` data-parallel ranks, and to split them over tensor parallelism or not."""
+    """Settings for each division of the experts over ``data`` data-parallel ranks, with and without a split over tensor parallelism."""
     if not run.model.experts.count:
         yield {}
         return
@@ -94,14 +94,14 @@ def _experts(run: RunConfig, tensor: int, data: int) -> Iterator[dict[str, Any]]
 
 
 def _divides(run: RunConfig, tensor: int) -> bool:
-    """Whether the model can be divided over ``tensor`` processes; experts are divided otherwise if they cannot be."""
+    """Whether the model without its experts can be divided over ``tensor`` processes; experts can stay whole."""
     parallel = SimpleNamespace(tensor=tensor, context=run.parallel.context, expert=1, split_experts=False)
     return not list(broken(SimpleNamespace(model=run.model, parallel=parallel), SPLIT))
 
 
 def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict, dict]]:
-    """Settings of each engine with each of its ZeRO stages, and of the layout. With a pipeline these are its schedules; otherwise
-    parallel.shard as set, over a node if there are several, or over all replicas."""
+    """Settings of each engine with each of its ZeRO stages, and of the layout. With a pipeline, the layouts are its schedules.
+    Otherwise, parallel.shard is as set, or a node's GPUs for several nodes, or null."""
     shards = {run.parallel.shard or 1, run.job.gpus // tensor if run.job.nodes > 1 else 1} - {1}
     for name, can in SUPPORTS.items():
         for stage in can.stages(pipeline):
@@ -115,7 +115,7 @@ def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict,
 
 
 def fitting(run: RunConfig, kind: Kind) -> Iterator[tuple[RunConfig, Forecast]]:
-    """``run`` with micro-batches of 1, 2, 4, ... times its own, as long as they divide the batch and fit."""
+    """``run`` with 1, 2, 4, ... times its micro-batch, while the micro-batch divides the batch and fits."""
     plan = forecast.predict(run, kind)
     while plan.room == "fits":
         layout = plan.layout

@@ -1,4 +1,4 @@
-"""Expected memory and speed of runs, and layouts that fit: as values for programs and as tables for people."""
+"""Present forecasts and suggested layouts: as values for programs and as tables for people."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -20,7 +20,7 @@ SHOWN = 10  # suggestions
 
 
 def with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
-    """``run`` with a number for batch.micro_size=auto: the one that training would choose, or 1 if none fits."""
+    """``run`` with a number for batch.micro_size=auto: the size that training would choose, or 1 if no size fits."""
     try:
         return suggest.with_micro_size(run, kind)
     except ConfigError:
@@ -28,7 +28,7 @@ def with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
 
 
 def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
-    """The forecast of a run; without a number of GPUs in its settings, on the smallest of GPUS that it fits."""
+    """The forecast of a run on its GPUs. If its settings have no number of GPUs, on the smallest of GPUS where it fits."""
     outcome: Forecast | ConfigError | None = None
     try:
         run = environment.settings_with_site(settings)
@@ -48,7 +48,7 @@ def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
 
 
 def kind_of(name: str, memory: float | None = None, network: float | None = None) -> Kind:
-    """The kind of GPU with this name, in any case. ``memory`` (GiB) and ``network`` (GB/s) replace the table's. ConfigError if unknown."""
+    """The kind of GPU with this name, ignoring case; ConfigError if unknown. ``memory`` (GiB) and ``network`` (GB/s) replace its values."""
     kind = kind_named(name)
     return replace(kind, memory=memory or kind.memory, network=(network or kind.network / 1e9) * 1e9)
 
@@ -90,7 +90,7 @@ def comparison(plans: Mapping[str, Forecast | ConfigError], kind: str) -> Iterat
 
 
 def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
-    """A forecast as text."""
+    """The lines of a forecast."""
     model = plan.model
     layout = plan.layout
     context = f"context {layout.context} x " if layout.context > 1 else ""
@@ -119,7 +119,6 @@ def report(run: RunConfig, plan: Forecast, kind: str) -> Iterator[str]:
 
 
 def _memory(plan: Forecast) -> Iterator[str]:
-    """The table of memory by part: the first, the fullest and the last stage."""
     last = len(plan.memory) - 1
     shown = sorted({0, plan.worst, last})
     names = [f"stage {i + 1}" if last else "GiB" for i in shown]
@@ -134,7 +133,6 @@ def _memory(plan: Forecast) -> Iterator[str]:
 
 
 def _speed(plan: Forecast) -> Iterator[str]:
-    """Seconds and bytes of a step, and tokens per second."""
     layout = plan.layout
     sent = asdict(plan.volume)
     step = plan.step
@@ -162,7 +160,7 @@ def _speed(plan: Forecast) -> Iterator[str]:
 
 
 def ranking(run: RunConfig, best: Sequence[suggest.Suggestion], kind: str) -> Iterator[str]:
-    """Suggestions as text."""
+    """The table of suggested layouts."""
     gpus = run.job.nodes * run.job.gpus
     if not best:
         yield f"nothing fits {gpus} x {kind}; more GPUs, or a smaller model.context"

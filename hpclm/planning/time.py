@@ -1,7 +1,7 @@
 """Time of an optimizer step, in seconds: matrix products, memory traffic and communication, in sequence unless they overlap.
 
-n = tokens of a micro-batch, T tokens of a sample, C hidden width, V padded vocabulary, t tensor-parallel ranks, k experts of a token, R
-ranks that divide the experts. Loads of experts are assumed even, and their products as fast as others.
+n = tokens of a micro-batch, T tokens of a sample, C hidden width, V padded vocabulary, t tensor-parallel ranks, k experts per token, R
+ranks that divide the experts. Experts are assumed to have equal loads, and to multiply as fast as other layers.
 """
 
 from dataclasses import dataclass, fields
@@ -24,22 +24,22 @@ ATTENTION = {"Ampere": 0.55, "Hopper": 0.33}
 ACHIEVED = 0.8
 """Fraction of a link's nominal rate that collectives reach."""
 TRAFFIC = 2.4
-"""Bytes between memory and processors in one pass of a block, relative to those that it saves for the backward pass: each operand is
-read or written once."""
+"""Memory traffic of one pass of a block, relative to the bytes that the block saves for the backward pass. Each operand is read or
+written once."""
 QUANTIZING = 5
-"""Bytes of traffic for each element converted to FP8: read for the maximum, read again, written in one byte."""
+"""Bytes of traffic per element converted to FP8: read for the maximum (2), read again (2), written (1)."""
 WEIGHT_TRAFFIC = 18
 """Bytes per parameter and micro-batch: products, casts, accumulation."""
 WAIT = 1e-4
-"""Seconds for each layer with experts while the host waits to learn how many rows are sent. That takes a small all-to-all, a copy to the
-host, and launches until the GPU is busy again. An assumption, not a measurement."""
+"""Seconds per layer with experts in which the host waits for the number of rows to send. They include a small all-to-all, a copy to the
+host, and launches until the GPU is busy again. This is an assumption, not a measurement."""
 EXPOSED = 0.1
-"""Fraction of overlapped communication that still costs time. Fitted to published multi-node runs."""
+"""Fraction of overlapped communication that still costs time, fitted to published multi-node runs."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one optimizer step, by cause; they add up."""
+    """Seconds of one optimizer step by cause; ``total`` is their sum."""
 
     compute: float
     """Matrix products and memory traffic of the slowest stage."""
@@ -48,16 +48,16 @@ class Step:
     context: float
     """Keys and values, and their gradients, between context-parallel ranks."""
     expert: float
-    """Rows, and their gradients, on the way to experts and back."""
+    """Exchange of rows, and their gradients, with the experts of other ranks."""
     waits: float
-    """Waits of the host to learn how many rows go where."""
+    """Waits of the host for the number of rows per expert."""
     bubble: float
     """Waiting while the pipeline fills and drains."""
     pipeline: float
     """Sending activations and their gradients between stages."""
     data: float
-    """Communication of gradients and weights between replicas that computation does not hide; with hybrid sharding, between those that
-    divide the weights."""
+    """Communication of gradients and weights between replicas that computation does not hide; with hybrid sharding, only between replicas
+    that divide the weights."""
     replicate: float
     """Communication, not hidden by computation, between replicas with the same shard."""
     optimizer: float
@@ -65,7 +65,7 @@ class Step:
 
     @property
     def total(self) -> float:
-        """Seconds."""
+        """Seconds of the whole step."""
         return sum(getattr(self, part.name) for part in fields(self))
 
 
@@ -78,7 +78,7 @@ class Volume:
     expert: float
     pipeline: float
     data: float
-    """To replicas; with hybrid sharding, to those that divide the weights."""
+    """To replicas; with hybrid sharding, only to replicas that divide the weights."""
     replicate: float
     """To replicas with the same shard."""
 
@@ -86,7 +86,7 @@ class Volume:
 def idle(layout: Layout) -> float:
     """The waiting time of a pipeline while it fills and drains, in micro-batches: p - 1 over v chunks (Narayanan et al. 2021, section 2.2).
 
-    A zero-bubble schedule (ZB-H1 of Qi et al. 2023) fills two thirds of it with gradients of weights.
+    A zero-bubble schedule (ZB-H1 of Qi et al. 2023) fills two thirds of this time with gradients of weights.
     """
     unfilled = 1 / 3 if layout.schedule == "zero_bubble" else 1.0
     return (layout.pipeline - 1) * unfilled / layout.chunks
@@ -183,8 +183,8 @@ def step(
     efficiency: float | None = None,
     kernel: float = 1.0,
 ) -> Step:
-    """One optimizer step. For other codes: ``efficiency`` replaces the constant of the GPU's generation, ``kernel`` is the speed of
-    attention relative to FlashAttention-2."""
+    """Seconds of one optimizer step. To model other training codes, ``efficiency`` replaces the constant of the GPU's generation, and
+    ``kernel`` is the speed of attention relative to FlashAttention-2."""
     efficiency = efficiency or EFFICIENCY.get(kind.family, UNMEASURED)
     attention = ATTENTION.get(kind.family, UNMEASURED / 2) * kernel
     m = layout.accumulation
@@ -241,7 +241,7 @@ def _exposed(seconds: float, hidden: float) -> float:
 
 
 def _rate(layout: Layout, kind: Kind, size: int, stride: int) -> float:
-    """Bytes/s of each member of a group of ``size`` ranks, ``stride`` apart; members in one node share their adapters."""
+    """Bytes/s of each member of a group of ``size`` ranks, ``stride`` apart. Members in one node share its network adapters."""
     if size * stride <= layout.node:
         return kind.link * ACHIEVED
     within = max(1, min(size, layout.node // stride))
@@ -249,13 +249,14 @@ def _rate(layout: Layout, kind: Kind, size: int, stride: int) -> float:
 
 
 def _all_to_all_rate(layout: Layout, kind: Kind) -> float:
-    """Bytes/s that a GPU sends to those that it divides the experts with: limited by the slower of its link and its share of the
-    network."""
+    """Bytes/s that a GPU sends to the ranks with the other experts, limited by its link or its share of the network."""
     peers = layout.expert - 1
+    if not peers:
+        return kind.link
     within = min(layout.expert, max(1, layout.node // layout.tensor))
     inside = (within - 1) / kind.link
     outside = (layout.expert - within) / kind.network
-    return ACHIEVED * peers / max(inside, outside) if peers else kind.link
+    return ACHIEVED * peers / max(inside, outside)
 
 
 def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> tuple[float, float, float]:
@@ -284,8 +285,8 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
 
 
 def _of_fp8(model: ModelConfig, layout: Layout, stage: Stage, passes: int) -> tuple[float, float]:
-    """FLOPs that FP8 saves, since a product takes half as long, and bytes of memory traffic for quantizing operands, in one micro-batch.
-    ``passes``: those that multiply in FP8, all but that for weight gradients."""
+    """FLOPs that FP8 saves in one micro-batch, because a product takes half as long; and memory traffic for quantizing operands.
+    ``passes``: number of passes that multiply in FP8, all except the pass for weight gradients."""
     tokens = layout.tokens(model)
     t = layout.tensor
     part = passes * _in_fp8(stage)

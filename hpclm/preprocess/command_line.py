@@ -49,7 +49,7 @@ def planned(words: Sequence[str], typed: Sequence[str] = ()) -> "tuple[RunConfig
         return run, None
     from hpclm.preprocess import text_dataset  # imports NumPy
 
-    text_dataset.refuse_second_data(data, compose.named(others))
+    text_dataset.refuse_second_data(data, compose.keys_set(others))
     folder.check_run_directory(Path(run.out))
     with environment.preserved():
         dataset = text_dataset.named_dataset(data, tokenizer, run)

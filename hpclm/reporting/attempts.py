@@ -13,7 +13,7 @@ from hpclm.rundir import events, summary
 from hpclm.rundir.rows import Row
 from hpclm.rundir.state import moment
 
-LATEST = 1 << 36  # a larger number of seconds since 1970 is not a time
+LATEST = 1 << 36  # seconds since 1970; larger numbers are not valid times
 RESTARTED = "why the last one ended: "
 ENDINGS: Mapping[int, str] = {
     ExitCode.DONE: "finished",
@@ -35,17 +35,17 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """The duration of the phase."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """One start of a run."""
+class AttemptReport:
+    """One start of a run: its phases, its steps and its end."""
 
     number: int
     row: Row
-    """The event of its beginning."""
+    """The event at the start of the attempt."""
     phases: tuple[Phase, ...]
     """In order, without overlaps."""
     first: int
@@ -53,7 +53,7 @@ class Attempt:
     last: int
     """The last step it did."""
     saved: int
-    """The last of its steps that did not have to be redone."""
+    """The attempt's last step that did not have to be redone."""
     ended: str
     """How it ended; empty while it may still run."""
     code: int | None = None
@@ -61,12 +61,12 @@ class Attempt:
 
     @property
     def begin(self) -> float:
-        """When it was queued, or began."""
+        """The time at which it was queued, or else began."""
         return self.phases[0].begin
 
     @property
     def end(self) -> float:
-        """Its last sign of life."""
+        """The time of its last sign of life."""
         return self.phases[-1].end
 
     @property
@@ -85,15 +85,15 @@ class Signs:
 
     times: Array
     steps: Array
-    """NaN for a sign that is not a step."""
+    """NaN for other signs than steps."""
     seconds: Array
     """The duration of each step; NaN if unknown."""
 
     @classmethod
     def sorted(cls, times: Array, steps: Array, seconds: Array) -> "Signs":
-        """The signs that have a time, in order."""
+        """The signs with a valid time, in order."""
         if len(times) and times[0] > 0 and times[-1] < LATEST and (np.diff(times) >= 0).all():
-            return cls(times, steps, seconds)  # without a copy, which for millions would take much memory
+            return cls(times, steps, seconds)  # a copy of millions of signs would take much memory
         order = np.argsort(times, kind="stable")
         order = order[(times[order] > 0) & (times[order] < LATEST)]
         return cls(times[order], steps[order], seconds[order])
@@ -104,17 +104,17 @@ class Signs:
         return Signs(self.times[part], self.steps[part], self.seconds[part])
 
     def first_after(self, step: float, otherwise: float) -> float:
-        """When the first step after ``step`` began; ``otherwise`` without one."""
+        """The time at which the first step after ``step`` began; ``otherwise`` without such a step."""
         begins = (self.times - np.nan_to_num(self.seconds))[self.steps > step]
         return float(begins.min(initial=otherwise))
 
 
-def attempts(happened: Sequence[Row], signs: Sequence[Signs]) -> list[Attempt]:
+def attempts(happened: Sequence[Row], signs: Sequence[Signs]) -> list[AttemptReport]:
     """The attempts among some events; the signs of life between two starts belong to the first."""
     known = [attempt for attempt in events.attempts(happened) if moment(attempt.began["time"])]
     submitted = {str(event["job_id"]): moment(event["time"]) or 0.0 for event in events.of_kind(happened, "submitted")}
     begins = [*(_started(attempt.began) for attempt in known), float("inf")]
-    made: list[Attempt] = []
+    made: list[AttemptReport] = []
     for attempt, (begin, until) in zip(known, pairwise(begins), strict=True):
         number = len(made) + 1
         after = known[number].began if number < len(known) else {}
@@ -126,8 +126,8 @@ def attempts(happened: Sequence[Row], signs: Sequence[Signs]) -> list[Attempt]:
 
 def _attempt(
     number: int, attempt: events.AttemptEvents, after: Row, queued: float, begin: float, signs: Sequence[Signs]
-) -> Attempt:
-    """``after``: the event at the beginning of the next attempt; empty without one."""
+) -> AttemptReport:
+    """``after``: the event at the start of the next attempt; empty without a next attempt."""
     row = attempt.began
     end = attempt.ended
     alive = [float(part.times[-1]) for part in signs if len(part.times)]
@@ -140,26 +140,29 @@ def _attempt(
     marks = pairwise((queued, max(queued, begin), training, lost, finish))
     phases = [Phase(kind, *times) for kind, times in zip(KINDS, marks, strict=True)]
     taken = [phase for phase in phases if phase.begin < phase.end] or [Phase("starting", finish, finish)]
-    return Attempt(number, row, tuple(taken), first, last, saved, _ended(end, after), end.get("code"))
+    return AttemptReport(number, row, tuple(taken), first, last, saved, _ended(end, after), end.get("code"))
 
 
-def _queued(row: Row, submitted: Mapping[str, float], before: Attempt | None) -> float | None:
-    """When an attempt was queued; None if nothing says that it was in a queue."""
+def _queued(row: Row, submitted: Mapping[str, float], before: AttemptReport | None) -> float | None:
+    """The time at which an attempt was queued; None if no event shows that it was in a queue."""
     job = row.get("job_id")
     requeued = before is not None and job is not None and job == before.row.get("job_id")
     if str(job) not in submitted and not requeued:
         return None
-    return max(submitted.get(str(job), 0.0), before.end if before else 0.0)
+    times = [submitted.get(str(job), 0.0)]
+    if before:
+        times.append(before.end)
+    return max(times)
 
 
 def _started(row: Row) -> float:
-    """When an attempt began; the time of the event is rounded down to seconds."""
+    """The time at which an attempt began. The time of its event is rounded down to seconds."""
     began: float = row.get("began") or (moment(row["time"]) or 1.0) - 1
     return began
 
 
 def _ended(end: Row, after: Row) -> str:
-    """How an attempt ended, as the next one or itself says; empty while it may still run."""
+    """How an attempt ended, according to the next attempt or to itself; empty while it may still run."""
     why: Any = after.get("after")
     if why:
         return str(why).rpartition(RESTARTED)[2]

@@ -1,6 +1,6 @@
 """The charts of a report as data: curves averaged over groups of steps, on axes that a diverged run does not rescale.
 
-plots.py draws them on the page; images.py draws them as images and in a notebook. A curve has P points.
+plots.py draws the charts on the page; images.py draws them as images and in a notebook. A curve has P points.
 """
 
 import math
@@ -19,7 +19,7 @@ from hpclm.reporting.history import History
 from hpclm.reporting.standings import Runs, diverged, healthy_limit, ranked, validation
 
 POINTS = 120  # most points of a curve; with more steps, each point is the mean of a group of steps
-STEEP = 0.05  # the first part of a loss curve, which may be off the chart
+STEEP = 0.05  # this first fraction of a loss curve may be off the chart
 USUAL_MAXIMA = 10  # the gradient norm is off the chart above this many times its usual maximum
 FEW = 40  # up to this many points, each has a dot
 COLOURS = ("#2f7ed8", "#e8762d", "#2a9d5c", "#b455c8", "#c0392b", "#8d6e3f", "#11999e", "#d1a000")
@@ -52,7 +52,7 @@ Lines = Mapping[str, Pairs]
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Values over the steps; NaN where none of a group was finite."""
+    """Values over the steps; NaN for a group without a finite value."""
 
     name: str
     colour: str | None
@@ -68,8 +68,10 @@ class Curve:
 
     @property
     def kept(self) -> int:
-        """The number of points before it leaves the chart."""
-        return int(np.searchsorted(self.steps, self.left[0])) if self.left else len(self.steps)
+        """The number of points before the curve leaves the chart."""
+        if self.left is None:
+            return len(self.steps)
+        return int(np.searchsorted(self.steps, self.left[0]))
 
     @property
     def line(self) -> tuple[Array, Array]:
@@ -86,7 +88,7 @@ class Curve:
 
     @property
     def dots(self) -> bool:
-        """Whether each point of the line has a dot."""
+        """Whether to draw a dot at each point."""
         return len(self.steps) <= FEW
 
 
@@ -99,39 +101,41 @@ class Chart:
     curves: tuple[Curve, ...]
     first: float
     last: float
-    """The ends of the horizontal axis, which has the steps."""
+    """The ends of the horizontal axis, in steps."""
     bottom: float
     top: float
     """The ends of the vertical axis."""
     group: int
-    """The number of steps that each point is the mean of."""
+    """The number of steps in each point's mean."""
 
     @property
     def reported(self) -> bool:
-        """Whether the user's code reports it."""
+        """Whether the chart shows a metric that the user's code reports."""
         return self.key not in TITLES
 
     @property
     def section(self) -> str:
-        """The heading above the chart."""
+        """The heading of the page's section with the chart."""
         if self.key in OF_EXPERTS:
             return "Experts"
         return "Own metrics" if self.reported else "Curves"
 
     @property
     def title(self) -> str:
-        """The heading of the chart itself."""
-        return self.key if self.reported else TITLES[self.key][0]
+        """The heading of the chart."""
+        return TITLES.get(self.key, (self.key, ""))[0]
 
     @property
     def unit(self) -> str:
         """The label of the vertical axis."""
-        return "" if self.reported else TITLES[self.key][1]
+        return TITLES.get(self.key, (self.key, ""))[1]
 
     @property
     def place(self) -> str:
-        """A name for files and elements of a page."""
-        return f"reported-{crc32(self.key.encode(errors='surrogatepass')):08x}" if self.reported else self.key
+        """A name for the chart's image file and for its element on the page."""
+        if self.reported:
+            return f"reported-{crc32(self.key.encode(errors='surrogatepass')):08x}"
+        return self.key
 
     @property
     def wide(self) -> bool:
@@ -145,7 +149,7 @@ class Chart:
 
     @property
     def log_ticks(self) -> list[float]:
-        """Marks of a logarithmic axis: 1, 2 and 5 of each decade; only 1 for more than three decades."""
+        """Ticks of a logarithmic axis: 1, 2 and 5 of each decade, or only 1 above three decades."""
         if not self.log:
             return []
         marks = (1, 2, 5) if self.top < 1000 * self.bottom else (1,)
@@ -155,22 +159,22 @@ class Chart:
 
     @property
     def thousands(self) -> bool:
-        """Whether values are written as whole numbers with commas."""
+        """Whether to show values as whole numbers with commas."""
         return self.key == "tokens_per_second"
 
     @property
     def layers(self) -> list[Curve]:
-        """The curves from the bottom to the top: the best one last, but short ones above long ones."""
+        """The curves in the order of drawing: long curves first, and the best run last among equally long curves."""
         return sorted(reversed(self.curves), key=lambda curve: -len(curve.steps))
 
     @property
     def coloured(self) -> list[Curve]:
-        """The curves that have a colour, a name in the legend and values under the pointer."""
+        """The curves with a colour, a name in the legend and values under the pointer."""
         return [curve for curve in self.curves if curve.colour]
 
     @property
     def legend(self) -> dict[str, str | None]:
-        """Name and colour of each entry; a single curve needs none."""
+        """Name -> colour of each entry; empty for a single curve."""
         if len(self.curves) < 2:
             return {}
         entries = {curve.name: curve.colour for curve in self.coloured}
@@ -179,7 +183,7 @@ class Chart:
 
     @property
     def clipped(self) -> bool:
-        """Whether a value is above the top, be it of a single step."""
+        """Whether the value of any single step is above the top."""
         return any((curve.high[: curve.kept] > self.top).any() for curve in self.curves)
 
     def said(self, curve: Curve) -> list[str]:
@@ -202,16 +206,16 @@ def colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def charts(runs: Runs) -> Iterator[Chart]:
-    """The charts that have numbers, in their order; one run has all its losses in the first."""
+    """The charts with numbers, in order. For a single run, the first chart has all losses."""
     runs = {standing.name: runs[standing.name] for standing in ranked(runs)}
     limit = healthy_limit(runs)
     ends = {name: diverged(history, limit) for name, history in runs.items()}
     several = len(runs) > 1
-    for key, lines in (_of_several if several else _of_one)(runs):
+    for key, lines in _of_several(runs) if several else _of_one(runs):
         if any(np.isfinite(values).any() for _, values in lines.values()):
-            lost = {}
-            if key in LOSSES:
-                lost = ends if several else dict.fromkeys(lines, *ends.values())
+            lost = ends if several else dict.fromkeys(lines, *ends.values())
+            if key not in LOSSES:
+                lost = {}
             yield _chart(key, lines, limit, lost, colours(runs if several else lines))
 
 
@@ -228,7 +232,7 @@ def _of_one(runs: Runs) -> Iterator[tuple[str, Lines]]:
         for figure, values in load.figures.items():
             yield figure, {block: (load.steps, of) for block, of in zip(load.blocks, values.T, strict=True)}
     layers: dict[str, dict[str, Pairs]] = {}
-    for key in history.steps.reported:  # one chart has all layers
+    for key in history.steps.reported:  # all layers of a metric share a chart
         metric, _, layer = key.partition("/block")
         if layer.isdigit():
             layers.setdefault(metric, {})[f"block{layer}"] = _pairs(history, key)
@@ -274,12 +278,12 @@ def _chart(key: str, lines: Lines, limit: float, lost: Mapping[str, int | None],
         if since is not None and lines[name][0][-1] >= since:
             left = _leaves(steps, mean, top)
         curves.append(Curve(name, colour.get(name), steps, mean, low, high, left))
-    first, last = float(grid[0]), float(grid[-1])
+    first = float(grid[0])
+    last = float(grid[-1])
     return Chart(key, tuple(curves), first, max(last, first + 1), bottom, top, group)
 
 
 def _grid(steps: Sequence[Array]) -> Array:
-    """All steps of a chart in order, each once."""
     if len(steps) == 1 and len(steps[0]) and _increasing(steps[0]):
         return steps[0]
     return np.unique(np.concatenate(steps))
@@ -298,14 +302,14 @@ def _averaged(pairs: Pairs, grid: Array, group: int) -> tuple[Array, Array, Arra
     groups = numbers[starts]
     finite = np.isfinite(values)
     counts = np.add.reduceat(finite.astype(float), starts)
-    with np.errstate(invalid="ignore"):  # 0 / 0: none of a group is finite
+    with np.errstate(invalid="ignore"):  # 0 / 0 for a group without a finite value
         mean = np.add.reduceat(np.where(finite, values, 0.0), starts) / counts
     middles = grid[np.minimum(groups * group + group // 2, len(grid) - 1)]
     return middles, mean, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
 
 
 def _increasing(steps: Array) -> bool:
-    """Whether the steps are in order, each once; sorting millions of them would take seconds."""
+    """Whether the steps are strictly increasing. Sorting millions of steps would take seconds."""
     return bool((np.diff(steps) > 0).all())
 
 
@@ -334,9 +338,8 @@ def _range(key: str, bands: Sequence[tuple[Array, ...]], limit: float) -> tuple[
 
 
 def _leaves(steps: Array, mean: Array, top: float) -> tuple[float, float]:
-    """Where the curve of a diverged run leaves the chart: after its last point below ``top``."""
-    inside = np.flatnonzero(mean <= top)
-    after = int(inside[-1]) + 1 if len(inside) else 0
+    """The point at which the curve of a diverged run leaves the chart, after its last point below ``top``."""
+    after = int(np.flatnonzero(mean <= top).max(initial=-1)) + 1
     at = min(after, len(steps) - 1)  # the last group may be partly healthy
     before = mean[:at][np.isfinite(mean[:at])]
     if mean[at] > top or not len(before):

@@ -1,4 +1,4 @@
-"""Several runs compared: a row for each, the best first, with the settings that differ."""
+"""Compare several runs: a row for each, the best first, with the settings that differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ FIGURES = {
     "tokens_per_second": ("TOKENS/S", ",.0f"),
 }
 """Columns of the table, with their headings and formats."""
-REPORTED = 6  # most own metrics of a table
+REPORTED = 6  # most columns with metrics that the user's code reports
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One of several runs."""
+    """One of the compared runs."""
 
     standing: Standing
     history: History
@@ -35,12 +35,12 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """A name that no other run has."""
+        """A name that no other run of the comparison has."""
         return self.standing.name
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Its results, under the names that ``rows`` and FIGURES have."""
+        """The run's results, by the names in FIGURES and ``rows``."""
         steps = self.history.steps["step"]
         return {
             "steps": int(steps[-1]) if len(steps) else 0,
@@ -53,7 +53,7 @@ class Entry:
 
 
 def names(chosen: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder's, preceded by as many parents as it takes to tell the runs apart."""
+    """A name for each run: its folder, preceded by as many parents as make the names unique."""
     paths = [path.resolve() for path in chosen]
     for depth in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         short = ["/".join(path.parts[-depth:]) for path in paths]
@@ -63,7 +63,7 @@ def names(chosen: Sequence[Path]) -> list[str]:
 
 
 def differing(settings: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:
-    """Setting -> run -> value, for settings that differ between runs and may change a result."""
+    """Setting -> run -> value, for settings that differ between runs and may change results."""
     rows = provenance.differing(settings)
     return {key: row for key, row in rows.items() if not provenance.IDLE.fullmatch(key)}
 
@@ -81,9 +81,9 @@ def entries(runs: Runs, settings: Mapping[str, Settings]) -> list[Entry]:
 
 
 def rows(statuses: Sequence[State]) -> list[dict[str, Any]]:
-    """A row for each run, the best first; losses in nats per token, None for what was not measured.
+    """A row for each run, the best first. Losses are in nats per token; values that were not measured are None.
 
-    The settings that differ have their names as keys, such as ``optim.lr``, and so have metrics that the user's code reports.
+    The keys include the settings that differ, such as ``optim.lr``, and metrics that the user's code reports.
     """
     compared = []
     for entry, status in _with_status(statuses):
@@ -96,14 +96,17 @@ def rows(statuses: Sequence[State]) -> list[dict[str, Any]]:
 def table(statuses: Sequence[State]) -> Iterator[str]:
     """The comparison as lines of text, with a header."""
     compared = _with_status(statuses)
-    first = compared[0][0] if compared else None
-    settings = list(first.settings) if first else []
-    own = {name: (name, ".4g") for name in list(first.reported)[:REPORTED]} if first else {}
+    settings: list[str] = []
+    own: dict[str, tuple[str, str]] = {}
+    for entry, _ in compared[:1]:
+        settings = list(entry.settings)
+        own = {name: (name, ".4g") for name in list(entry.reported)[:REPORTED]}
     columns = {key: column for key, column in {**FIGURES, **own}.items() if _has(compared, key)}
     lines = [["RUN", "STATE", *settings, *(heading for heading, _ in columns.values())]]
     for entry, status in compared:
-        diverged = entry.standing.diverged
-        state = status.name if diverged is None else f"diverged at step {diverged}"
+        state = status.name
+        if entry.standing.diverged is not None:
+            state = f"diverged at step {entry.standing.diverged}"
         values = {**entry.reported, **entry.figures}
         figures = ("-" if values[key] is None else format(values[key], form) for key, (_, form) in columns.items())
         lines.append([entry.name, state, *map(provenance.shown, entry.settings.values()), *figures])
@@ -111,13 +114,11 @@ def table(statuses: Sequence[State]) -> Iterator[str]:
 
 
 def _with_status(statuses: Sequence[State]) -> list[tuple[Entry, State]]:
-    """The runs with their states, the best first."""
     by_name = dict(zip(names([status.run.out for status in statuses]), statuses, strict=True))
-    runs = {name: history.read(status.run.out) for name, status in by_name.items()}
-    settings = {name: provenance.settings(status.run.out) for name, status in by_name.items()}
+    runs = {name: history.read_history(status.run.out) for name, status in by_name.items()}
+    settings = {name: provenance.settings_of_run(status.run.out) for name, status in by_name.items()}
     return [(entry, by_name[entry.name]) for entry in entries(runs, settings)]
 
 
 def _has(compared: Sequence[tuple[Entry, State]], key: str) -> bool:
-    """Whether a run has this figure."""
     return any({**entry.reported, **entry.figures}[key] is not None for entry, _ in compared)

@@ -15,9 +15,9 @@ from hpclm.rundir.rows import Row
 
 Array = NDArray[np.float64]
 COLUMNS = 120  # most columns of a heat map
-CELLS = 400_000  # the columns become fewer if a run would have about this many cells: a page must stay small
+CELLS = 400_000  # most cells of all heat maps of a run, about; more layers and experts mean fewer columns, so that a page stays small
 MIN_COLUMNS = 20
-RANGE = 8.0  # the scale of colours goes from a RANGEth of the mean to RANGE times the mean
+RANGE = 8.0  # the colour scale reaches from 1/RANGE of the mean to RANGE times the mean
 LOWEST = 100 / RANGE
 HIGHEST = 100 * RANGE  # both in percent of the mean
 LOADS = ("#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7", "#fddbc7", "#f4a582", "#d6604d", "#b2182b")
@@ -29,7 +29,7 @@ LEGEND = {
     LOADS[len(LOADS) // 2]: "the mean",
     LOADS[-1]: f"{RANGE:.0f} times the mean or more",
 }
-ROUNDING = 1e-6  # a load below this many times the mean is none
+ROUNDING = 1e-6  # a load below this fraction of the mean counts as 0
 OVER_LAYERS: dict[str, Callable[..., Array]] = dict(zip(EXPERT_FIGURES, (np.max, np.min, np.sum), strict=True))
 """For each figure, the value that represents all layers."""
 
@@ -40,12 +40,12 @@ class HeatMap:
 
     title: str
     place: str
-    """The name of an element of a page."""
+    """The id of its element on the page."""
     first: float
     last: float
-    """The ends of the steps."""
+    """The first and the last step."""
     percent: NDArray[np.uint32]
-    """[E, columns]: percentages of the mean; 0 only without any token."""
+    """[E, columns]: load in percent of the mean; 0 only for an expert without tokens."""
 
     @property
     def experts(self) -> int:
@@ -71,8 +71,9 @@ class ExpertHistory:
     @property
     def heat_maps(self) -> list[HeatMap]:
         """A heat map for each layer."""
-        percent = np.ceil(100 * self.load).astype(np.uint32)  # up, so that one token is not rounded to none
-        first, last = float(self.edges[0]), float(self.edges[-1])
+        percent = np.ceil(100 * self.load).astype(np.uint32)  # round up, so that a single token does not become 0
+        first = float(self.edges[0])
+        last = float(self.edges[-1])
         return [
             HeatMap(block, f"expert-load-{layer}", first, last, percent[:, layer].T)
             for layer, block in enumerate(self.blocks)
@@ -81,7 +82,7 @@ class ExpertHistory:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The tokens of the steps past ``begin`` up to ``end``, [L, E]."""
+    """The tokens of the steps after ``begin`` up to ``end``, [L, E]."""
 
     begin: float
     end: float
@@ -89,7 +90,7 @@ class _Part:
 
 
 def expert_history(rows: Iterable[Row]) -> ExpertHistory | None:
-    """The load of experts by the lines of experts.jsonl; None without any. Lines of another model, or out of order, are left out."""
+    """The load of experts from the lines of experts.jsonl; None without lines. Lines of another model or out of order are ignored."""
     blocks: tuple[str, ...] = ()
     figures: list[Array] = []
     steps: list[float] = []
@@ -109,7 +110,7 @@ def expert_history(rows: Iterable[Row]) -> ExpertHistory | None:
         steps.append(row["step"])
         figures.append(layer_figures(tokens))
         _add(parts, _Part(begin, row["step"], tokens), width)
-        if len(parts) > 4 * columns:  # a long run has wider parts
+        if len(parts) > 4 * columns:  # merge the parts of a long run into wider ones
             width = (row["step"] - parts[0].begin) / columns
             narrow = parts
             parts = []

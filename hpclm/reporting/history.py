@@ -1,4 +1,4 @@
-"""The history of a run, from its events.jsonl, metrics.jsonl, metrics.lost.jsonl and experts.jsonl. What they do not say is left out."""
+"""The history of a run, from its events.jsonl, metrics.jsonl, metrics.lost.jsonl and experts.jsonl. Unreadable files are left out."""
 
 import logging
 from array import array
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpclm.base import metric_names
 from hpclm.base.errors import MACHINE, unread
-from hpclm.reporting.attempts import Attempt, Signs, attempts
+from hpclm.reporting.attempts import AttemptReport, Signs, attempts
 from hpclm.reporting.experts import ExpertHistory, expert_history
 from hpclm.rundir import events, metrics_file
 from hpclm.rundir.rows import Row, fits
@@ -25,19 +25,19 @@ FIGURES = {
     **metrics_file.STEP,
     **dict.fromkeys(("memory", "mfu", "data_seconds", "data_fraction", "validation_perplexity"), float),
 }
-"""The fields of the recent rows, with their kinds."""
+"""Field of the recent rows -> its type."""
 COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds")
-"""The fields that are kept of every step."""
+"""The fields that a history keeps of every step."""
 EVALUATION = ("validation_loss", "part", "tasks")
 """The fields of rows that are not steps."""
 RECENT = 50  # the number of recent rows
 Array = NDArray[np.float64]
-Content = TypeVar("Content")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
 class StepTable:
-    """Figures of N steps as columns, because millions of rows would take gigabytes."""
+    """Figures of N steps as columns; as rows, millions of steps would take gigabytes."""
 
     columns: Mapping[str, Array]
     """[N] for each of COLUMNS and each metric that the user's code reports; NaN where a number is not finite or unknown."""
@@ -63,7 +63,7 @@ class StepTable:
         return StepTable({name: column[places] for name, column in self.columns.items()})
 
     def last_of_each(self) -> "StepTable":
-        """The last row of each step, in the place of its first."""
+        """The last row of each step, at the place of the step's first row."""
         steps = self["step"]
         if (np.diff(steps) > 0).all():
             return self
@@ -78,10 +78,10 @@ class StepTable:
 
 @dataclass(frozen=True)
 class History:
-    """All that is known about a run."""
+    """All known facts about a run over time."""
 
     out: Path
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[AttemptReport, ...]
     steps: StepTable
     """The steps that count, in order."""
     evaluations: tuple[Row, ...]
@@ -92,20 +92,22 @@ class History:
     memory: float = 0.0
     """Peak memory of rank 0, in bytes; 0 if unknown."""
     tasks: tuple[Row, ...] = ()
-    """Scores at tasks, by hpclm evaluate."""
+    """Scores at tasks, from hpclm evaluate."""
     experts: ExpertHistory | None = field(default=None, compare=False)
     """The load of its experts; None without experts."""
     state: str = ""
-    """The state at the end of its last start; empty if unknown."""
+    """The state at the end of the last attempt; empty if unknown."""
 
     @property
     def wall(self) -> float:
         """Seconds from the first submission, or start, to the last sign of life."""
-        return self.attempts[-1].end - self.attempts[0].begin if self.attempts else 0.0
+        if not self.attempts:
+            return 0.0
+        return self.attempts[-1].end - self.attempts[0].begin
 
     @property
     def goodput(self) -> float | None:
-        """The part of the wall time that went into training steps that count."""
+        """The fraction of the wall time in training steps that count; None without wall time."""
         kept = float(np.nansum(self.steps["step_seconds"]))
         return min(1.0, kept / self.wall) if self.wall > 0 else None
 
@@ -115,11 +117,11 @@ class History:
         return sum(values) / len(values) if values else None
 
     def seconds(self, kind: str) -> float:
-        """Time of all attempts in the phases of this kind."""
+        """Seconds of all attempts in phases of this kind."""
         return sum(attempt.seconds(kind) for attempt in self.attempts)
 
 
-def read(out: Path) -> History:
+def read_history(out: Path) -> History:
     """The history of the run in ``out``; HpclmError if the disk fails."""
     recent = [row for row in metrics_file.last(out, FIGURES) if "loss" in row][-RECENT:]
     own = [name for row in recent for name, value in row.items() if metric_names.is_users(name, value)]
@@ -149,7 +151,7 @@ def read(out: Path) -> History:
 
 
 def by_step(out: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in the order of steps, the last one of each step; OSError if the file cannot be read."""
+    """The last row of each step and all other rows of metrics.jsonl, in the order of steps; OSError if reading fails."""
     steps: dict[int, dict[str, Any]] = {}
     evaluations = []
     scores = []
@@ -165,7 +167,7 @@ def by_step(out: Path) -> list[dict[str, Any]]:
 
 
 class _MetricsReader:
-    """Reads a file of metrics: steps as columns, other rows as they are."""
+    """Reads a file of metrics: steps into columns, other rows unchanged."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """``names``: the fields of steps to keep."""
@@ -174,7 +176,7 @@ class _MetricsReader:
         self._columns = {name: array("d") for name in names}
 
     def read(self, out: Path, lost: bool = False) -> None:
-        """Read metrics.jsonl of the run in ``out``, or with ``lost`` the file of its lost steps; OSError if that fails."""
+        """Read metrics.jsonl of the run in ``out``, or, with ``lost``, the file of its lost steps; OSError if reading fails."""
         names = ("step", *EVALUATION)
         for block in metrics_file.blocks(out, {name: FIGURES[name] for name in names}, lost):
             steps = [row for row in block.rows if "loss" in row]
@@ -186,7 +188,7 @@ class _MetricsReader:
                 self.memory = float(np.fmax.reduce(_numbers(steps, "memory"), initial=self.memory))
             except (ValueError, TypeError, OverflowError):
                 for _ in metrics_file.blocks(out, {**dict.fromkeys(self._columns, float), **FIGURES}, lost):
-                    pass  # this raises an error that names the line
+                    pass  # raises an error that names the line
                 raise
 
     def steps(self) -> StepTable:
@@ -195,9 +197,9 @@ class _MetricsReader:
 
 
 def _numbers(rows: Sequence[Row], name: str) -> Array:
-    """A field of these rows; NaN where it is null or absent. An error if a value is not valid.
+    """A field of these rows; NaN for null or absent values. An invalid value raises an error.
 
-    ``metrics_file.blocks`` could check the fields too, but this takes half the time.
+    ``metrics_file.blocks`` could check the fields too, but would take twice as long.
     """
     try:
         values = list(map(itemgetter(name), rows))
@@ -210,8 +212,8 @@ def _numbers(rows: Sequence[Row], name: str) -> Array:
     return numbers
 
 
-def _if_readable(read: Callable[[], Content]) -> Content | None:
-    """The result of ``read``; None, with a warning, if its file is not one that hpclm has written. HpclmError if the disk fails."""
+def _if_readable(read: Callable[[], Result]) -> Result | None:
+    """The result of ``read``; None, with a warning, if hpclm has not written its file. HpclmError if the disk fails."""
     try:
         return read()
     except FileNotFoundError:

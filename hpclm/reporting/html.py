@@ -1,6 +1,6 @@
-"""HTML that needs nothing else: it opens offline, on a phone and in print, in light and dark.
+"""A self-contained HTML page, which opens offline, on a phone and in print, in light and dark.
 
-The page lets the browser load nothing, and run only the scripts whose hashes it names.
+Its policy forbids the browser to load anything, and to run other scripts than those with the given hashes.
 """
 
 import base64
@@ -71,17 +71,17 @@ SORT = """document.addEventListener("click", event => {
 
 
 def text(value: object) -> str:
-    """Any text, escaped; what would reorder or hide text becomes visible."""
+    """Any text, escaped. Characters that would reorder or hide text become visible."""
     return html.escape(terminal.plain(str(value)))
 
 
 def definitions(rows: dict[str, str]) -> str:
-    """A list of titles and what they mean; the meanings are HTML."""
+    """A list of titles with their meanings, which are HTML."""
     return f"<dl>{''.join(f'<dt>{text(title)}</dt><dd>{meaning}</dd>' for title, meaning in rows.items())}</dl>"
 
 
 def folded(title: str, content: str) -> str:
-    """A part of a page that opens when its title is clicked, without any script; on paper it is as the reader left it."""
+    """A part of a page that opens with a click on its title, without a script. In print, it is as the reader left it."""
     return f"<details><summary><h2>{text(title)}</h2></summary>{content}</details>"
 
 

@@ -1,4 +1,4 @@
-"""How images look, with fonts also for Chinese text, and how they are written."""
+"""The style of images, with fonts for Chinese text, and their encoding."""
 
 import io
 import logging
@@ -40,9 +40,8 @@ CHINESE = (
 
 @contextmanager
 def styled(drawn: str, text: str = "") -> Iterator[None]:
-    """Draw in this style during the block, with a font for the Chinese characters in ``text``; a warning if matplotlib knows none.
-
-    ConfigError that names ``drawn`` if matplotlib is not installed."""
+    """Draw in this style during the block, with a font for Chinese characters in ``text``, or a warning if matplotlib knows none.
+    ConfigError, which names ``drawn``, if matplotlib is not installed."""
     with extras.needed_for(drawn):
         import matplotlib
 

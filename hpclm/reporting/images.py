@@ -19,7 +19,7 @@ WIDE = (7.2, 3.8)  # inches of an image that spans the page
 
 
 def images(runs: Runs) -> dict[str, "Figure"]:
-    """All images that have numbers, by name."""
+    """All images with numbers, by name."""
     several = len(runs) > 1
     with styled("images", "".join(runs) if several else ""):
         drawn = {chart.place: curves(chart, chart.title) for chart in charts(runs)}
@@ -54,10 +54,12 @@ def curves(chart: Chart, title: str) -> "Figure":
 
 
 def loss_png(history: History, title: str) -> bytes | None:
-    """The losses of a run for a notebook; None if none was finite."""
+    """The loss curves of a run for a notebook; None without a finite loss."""
     with styled("a live plot"):
         chart = next(charts({"": history}), None)
-        return encoded(curves(chart, title), dpi=100) if chart and chart.key == "loss" else None
+        if chart is None or chart.key != "loss":
+            return None
+        return encoded(curves(chart, title), dpi=100)
 
 
 def histogram(names: Sequence[str], counts: Sequence[int], title: str) -> "Figure":
@@ -95,7 +97,6 @@ def _heat_maps(load: ExpertHistory) -> "Figure":
 
 
 def _timeline(history: History) -> "Figure":
-    """A bar for each attempt."""
     from matplotlib.patches import Patch
 
     attempts = history.attempts
@@ -107,11 +108,14 @@ def _timeline(history: History) -> "Figure":
             hatch = "///" if phase.kind == "lost" else None
             colour = timeline.COLOURS[phase.kind]
             axes.barh(attempt.number, phase.seconds / size, left=left, height=0.5, color=colour, hatch=hatch)
-        early = attempt.begin - attempts[0].begin < history.wall / 2
-        at = ((attempt.begin if early else attempt.end) - attempts[0].begin) / size
-        side = "left" if early else "right"
+        at = attempt.end
+        side = "right"
+        if attempt.begin - attempts[0].begin < history.wall / 2:
+            at = attempt.begin
+            side = "left"
+        place = ((at - attempts[0].begin) / size, attempt.number - 0.29)
         label = textwrap.shorten(timeline.label(attempt), 90, placeholder="…")
-        axes.text(at, attempt.number - 0.29, label, fontsize=8, ha=side, va="bottom", parse_math=False)
+        axes.text(*place, label, fontsize=8, ha=side, va="bottom", parse_math=False)
     patches = [Patch(color=colour, label=kind) for kind, colour in timeline.kinds([history]).items()]
     axes.legend(handles=patches, ncols=max(1, len(patches)), fontsize=9, loc="lower left", bbox_to_anchor=(0, 1))
     axes.set(xlabel=f"{unit} since the run was first queued or started", ylabel="attempt")

@@ -24,18 +24,18 @@ PAGE = ".html"
 SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
 DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
 CLIPPED = "Values above {:.3g} are off the chart."
-OPEN_LAYERS = 8  # more heat maps are folded
-SETTING = ' class="setting"'  # of a table's cell
+OPEN_LAYERS = 8  # fold more heat maps than this
+SETTING = ' class="setting"'  # attribute of a table's cell
 BESIDE = 8  # most settings below a run's name on a narrow screen
 Samples = Mapping[str, Mapping[int, str]]
 """Run -> step of a checkpoint -> the text that its model wrote."""
 Sampler = Callable[[Mapping[str, Path], str], Samples]
-"""Has the models of runs, by name, continue a text."""
+"""Returns continuations of a text by the models of runs, which are given by name."""
 
 
 @dataclass(frozen=True)
-class Content:
-    """The subject of a report."""
+class ReportContent:
+    """The data of a report."""
 
     runs: Mapping[str, History]
     settings: Mapping[str, Settings]
@@ -43,13 +43,15 @@ class Content:
     samples: Samples = field(default_factory=dict)
 
 
-def page(content: Content) -> str:
+def page(content: ReportContent) -> str:
     """The page, which needs no other file."""
     entries = comparison.entries(content.runs, content.settings)
     best = entries[0]
     several = len(entries) > 1
     drawn = list(charts(content.runs))
-    heat_maps: Sequence[HeatMap] = [] if several or best.history.experts is None else best.history.experts.heat_maps
+    heat_maps: Sequence[HeatMap] = []
+    if best.history.experts and not several:
+        heat_maps = best.history.experts.heat_maps
     title = f"{len(entries)} runs compared" if several else best.name
     body = [f"<h1>{text(title)}</h1>"]
     if several:
@@ -77,10 +79,9 @@ def page(content: Content) -> str:
 
 
 def _verdict(standings: Sequence[Standing], differing: Mapping[str, object]) -> str:
-    """The comparison in a sentence or two."""
     best = standings[0]
-    loss = best.training if best.best is None else best.best
     kind = "training" if best.best is None else "validation"
+    loss = best.training if best.best is None else best.best
     said = []
     if loss is not None and best.diverged is None:
         said.append(f"<b>{text(best.name)}</b> has the lowest {kind} loss, {loss:.4f} nats per token.")
@@ -95,9 +96,8 @@ def _verdict(standings: Sequence[Standing], differing: Mapping[str, object]) -> 
 
 
 def _ranking(entries: Sequence[Entry]) -> str:
-    """The runs as rows, the best first, with the settings that differ; clicking a column heading sorts.
-
-    On a phone, the settings have no columns but are below the name, so that they are seen without scrolling."""
+    """The runs as rows, the best first, with the settings that differ. A click on a column heading sorts. On a phone, the settings are
+    below the run's name instead of in columns, so that no scrolling is needed."""
     swatches = colours(entry.name for entry in entries)
     rows = []
     for entry in entries:
@@ -136,7 +136,6 @@ def _results(entry: Entry) -> Iterator[tuple[str, str, str]]:
 
 
 def _swatch(colour: str | None, title: str, style: str = "") -> str:
-    """A colour, and its meaning beside it."""
     return f'<i style="background:{colour or plots.INK}{style}"></i>{text(title)}'
 
 
@@ -145,11 +144,13 @@ def _beside(settings: Mapping[str, Any]) -> str:
     shown = [f"<span>{text(key)}={text(provenance.shown(value))}</span>" for key, value in settings.items()]
     if len(shown) > BESIDE:
         shown[BESIDE:] = [f"<span>and {len(shown) - BESIDE} more</span>"]
-    return f'<span class="beside soft">{"".join(shown)}</span>' if shown else ""
+    if not shown:
+        return ""
+    return f'<span class="beside soft">{"".join(shown)}</span>'
 
 
 def _state(history: History, standing: Standing) -> str:
-    """How a run stands, in a few words; why it ended is under the pointer, and below with its attempts."""
+    """The state of a run in a few words. The pointer, and the attempts below, show why it ended."""
     ended = history.attempts[-1].ended if history.attempts else "not started"
     said = history.state or ended or "running, according to its files"
     if standing.diverged is not None:
@@ -159,7 +160,6 @@ def _state(history: History, standing: Standing) -> str:
 
 
 def _curves(drawn: Sequence[Chart], heat_maps: Sequence[HeatMap]) -> Iterator[str]:
-    """The places of the charts, in sections."""
     if not drawn:
         return
     group = max(chart.group for chart in drawn)
@@ -173,13 +173,13 @@ def _curves(drawn: Sequence[Chart], heat_maps: Sequence[HeatMap]) -> Iterator[st
         places = [_figure(chart) for chart in drawn if chart.section == heading]
         if places and heading != "Curves":
             yield f"<h2>{heading}</h2>"
-        yield f'<div class="figures">{"".join(places)}</div>' if places else ""
+        if places:
+            yield f'<div class="figures">{"".join(places)}</div>'
         if heading == "Experts" and heat_maps:
             yield _load(heat_maps)
 
 
 def _figure(chart: Chart) -> str:
-    """The place of a chart, with its title, legend and caption."""
     swatches = "".join(f"<span>{_swatch(colour, name)}</span>" for name, colour in chart.legend.items())
     caption = CLIPPED.format(chart.top) if chart.clipped else ""
     return (
@@ -189,7 +189,7 @@ def _figure(chart: Chart) -> str:
 
 
 def _load(heat_maps: Sequence[HeatMap]) -> str:
-    """The places of heat maps, and the meaning of their colours; folded if there are many."""
+    """The places of heat maps, and the meaning of their colours; many heat maps are folded."""
     outline = ";outline:1px solid var(--line)"
     swatches = "".join(f"<span>{_swatch(colour, said, outline)}</span>" for colour, said in LEGEND.items())
     places = "".join(
@@ -198,11 +198,12 @@ def _load(heat_maps: Sequence[HeatMap]) -> str:
     )
     content = f'<div class="legend">{swatches}</div><div class="figures">{places}</div>'
     title = "Load of every expert"
-    return folded(title, content) if len(heat_maps) > OPEN_LAYERS else f"<h2>{title}</h2>{content}"
+    if len(heat_maps) > OPEN_LAYERS:
+        return folded(title, content)
+    return f"<h2>{title}</h2>{content}"
 
 
-def _samples(content: Content, entries: Sequence[Entry]) -> str:
-    """The texts that the models wrote, side by side."""
+def _samples(content: ReportContent, entries: Sequence[Entry]) -> str:
     if not content.samples:
         return ""
     cards = []
@@ -215,14 +216,13 @@ def _samples(content: Content, entries: Sequence[Entry]) -> str:
 
 
 def _sample(sample: str) -> str:
-    """The text that a model wrote, or a remark if nothing can be seen."""
     if sample.strip():
         return f"<pre>{text(sample)}</pre>"
     return f'<p class="soft">{"wrote only white space" if sample else "ended at once"}</p>'
 
 
 def _origins(entries: Sequence[Entry], settings: Mapping[str, Settings]) -> str:
-    """Facts that all runs have in common, then those of each."""
+    """The facts that all runs share, then the facts that differ."""
     facts = {entry.name: provenance.facts(entry.history, settings[entry.name]) for entry in entries}
     titles = dict.fromkeys(title for run_facts in facts.values() for title in run_facts)
     rows = {title: {name: text(run_facts.get(title, "–")) for name, run_facts in facts.items()} for title in titles}
@@ -238,8 +238,7 @@ def _origins(entries: Sequence[Entry], settings: Mapping[str, Settings]) -> str:
 
 
 def _numbers(history: History, standing: Standing) -> str:
-    """The figures of a run; unknown ones are left out."""
-    last = history.recent[-1] if history.recent else {}
+    last = next(reversed(history.recent), {})
     cards: dict[str, tuple[Any, str]] = {
         "last step": (last.get("step"), ""),
         f"training loss, mean of the last {standing.over} steps": (standing.training, ".4f"),
@@ -269,9 +268,9 @@ def write(
     prompt: str | None = None,
     sampler: Sampler | None = None,
 ) -> list[Path]:
-    """Write the report of the runs ``chosen``; the files it consists of.
+    """Write the report of the runs ``chosen``; returns the paths of its files, the page first.
 
-    ``prompt``: a text that their models continue, by ``sampler``.
+    ``prompt``: a text that ``sampler`` has their models continue.
     """
     if output.suffix != PAGE:
         raise ConfigError(f"output {output} must end with {PAGE}")
@@ -281,9 +280,9 @@ def write(
     samples: Samples = {}
     if sampler and prompt is not None:
         samples = sampler(named, prompt)
-    runs = {name: history.read(out) for name, out in named.items()}
-    settings = {name: provenance.settings(out) for name, out in named.items()}
-    written = {output: page(Content(runs, settings, prompt or "", samples)).encode(errors="replace")}
+    runs = {name: history.read_history(out) for name, out in named.items()}
+    settings = {name: provenance.settings_of_run(out) for name, out in named.items()}
+    written = {output: page(ReportContent(runs, settings, prompt or "", samples)).encode(errors="replace")}
     if with_images:
         for name, figure in images.images(runs).items():
             label = re.sub("[ /_]", "-", name)

@@ -1,7 +1,7 @@
 """The charts of a page, which show their values under the pointer. Only this file imports bokeh.
 
-bokeh's library is one file of 1.3 MB that goes into the page. It draws only what is between the axes: titles, names and captions
-are HTML, which wraps on a phone, and which cannot carry markup from a run.
+bokeh's library, one file of 1.3 MB, is part of the page. It draws only the area between the axes. Titles, names and captions are HTML,
+which wraps on a phone and cannot contain markup from a run.
 """
 
 import json
@@ -22,7 +22,7 @@ document.addEventListener("click", event => {
   const {clientX, clientY, pointerType} = event, move = {clientX, clientY, view: window, bubbles: true, isPrimary: true};
   if (pointerType == "touch") event.composedPath()[0].dispatchEvent(new PointerEvent("pointermove", move));
 });"""
-"""Draws the charts. A tap shows values, like a mouse that moves there."""
+"""Draws the charts. A tap shows values, as a mouse at that place does."""
 
 
 def scripts() -> list[str]:
@@ -46,7 +46,9 @@ def _curves(chart: Chart) -> "figure":
     plot = _axes(chart.first, chart.last, chart.bottom, chart.top, chart.unit, chart.log)
     plot.yaxis.formatter = NumeralTickFormatter(format="0,0") if chart.thousands else PrintfTickFormatter(format="%.4g")
     if len(chart.log_ticks) > 2:
-        plot.yaxis.ticker = chart.log_ticks  # bokeh spaces its own evenly below two decades: all of them at the top
+        plot.yaxis.ticker = (
+            chart.log_ticks
+        )  # below two decades, bokeh would space ticks evenly, most of them at the top
     for curve in chart.layers:
         style: Any = {"color": curve.colour or INK, "alpha": 1.0 if curve.colour else 0.4}
         if curve.band:
@@ -58,7 +60,7 @@ def _curves(chart: Chart) -> "figure":
             step, value = curve.left
             cross: Any = {"marker": "x", "size": 14, "line_width": 3, "level": "overlay"}
             plot.scatter([step], [value], color=curve.colour or INK, **cross)
-    # under the pointer are the values of all curves at a step, even off the chart: anchors on the axis find the step
+    # the pointer shows the values of all curves at a step, even off the chart, because anchors on the axis find the step
     values = [dict(zip(curve.steps.tolist(), chart.said(curve), strict=True)) for curve in chart.coloured]
     steps = sorted(set().union(*values))
     columns: dict[str, Any] = {"step": steps, "height": [chart.bottom for _ in steps]}
@@ -75,17 +77,16 @@ def _curves(chart: Chart) -> "figure":
 def _heat_map(heat_map: HeatMap) -> "figure":
     from bokeh.models import BasicTicker, HoverTool, LogColorMapper
 
-    first, last, experts = heat_map.first, heat_map.last, heat_map.experts
-    plot = _axes(first, last, -0.5, experts - 0.5, "expert")
+    plot = _axes(heat_map.first, heat_map.last, -0.5, heat_map.experts - 0.5, "expert")
     plot.grid.grid_line_color = None
     plot.yaxis.ticker = BasicTicker(min_interval=1)
-    # the scale's first colour continues below its end, to less than 1 %: only 0 has the colour of no token
+    # extend the scale's first colour below 1 %, so that only 0 has the colour of no token
     below = math.ceil(len(LOADS) * math.log(LOWEST) / math.log(RANGE**2))
     low = LOWEST / RANGE ** (2 * below / len(LOADS))
     palette = [*(LOADS[0] for _ in range(below)), *LOADS]
     scale = LogColorMapper(palette=palette, low=low, high=HIGHEST, low_color=NO_TOKEN)
     image: Any = {"image": [heat_map.percent], "color_mapper": scale}
-    plot.image(x=first, y=-0.5, dw=last - first, dh=experts, **image)
+    plot.image(x=heat_map.first, y=-0.5, dw=heat_map.last - heat_map.first, dh=heat_map.experts, **image)
     plot.add_tools(HoverTool(tooltips=[("step", "$x{0}"), ("expert", "$y{0}"), ("load", "@image% of the mean")]))
     return plot
 

@@ -1,4 +1,4 @@
-"""The origin of a run: its model, data, settings, command, code, versions and hardware, as its files say."""
+"""The origin of a run, according to its files: model, data, settings, command, code, versions and hardware."""
 
 import re
 from collections import Counter
@@ -17,24 +17,26 @@ from hpclm.rundir import events, runs
 from hpclm.rundir.rows import Row
 
 PLACES = ("out", "name", "job", "cluster")
-"""Settings that say where a run is, not what it computes."""
+"""Settings of a run's place, which do not affect its computation."""
 OF_DATA = ("source", "prefix", "blend", "train", "valid", "validation", "tokenizer", "tokenizer_files")
 UNCOMPARABLE = (*(f"data.{name}" for name in OF_DATA), "data.split", "data.split_by", "model.vocab_size")
 """Settings that determine the meaning of a loss."""
 IDLE = re.compile(r"(log|profile)\..*|checkpoint\.(?!init_from).*|stop_at|exit_.*|kill_switch")
-"""Settings that change no result."""
+"""Settings that do not affect results."""
 VERSION = re.compile(rf"{HISTORY}/\d+\.yaml")
 Settings = Mapping[str, Any]
-"""section.name: value."""
+"""Dotted key -> value."""
 
 
-def settings(out: Path) -> Settings:
-    """The settings of the run in ``out`` without PLACES; empty if it was never started, or if they are damaged.
+def settings_of_run(out: Path) -> Settings:
+    """The settings of the last attempt of the run in ``out``, without PLACES; empty if it never started or if the file is damaged.
 
-    Its last attempt used these settings. config.yaml may already have those of a job that has not trained.
+    config.yaml may already have the settings of a job that has not trained yet.
     """
     used = str(runs.read_run(out).attempt.get("config", ""))
-    version = used if VERSION.fullmatch(used) and (out / used).is_file() else NAME
+    version = NAME
+    if VERSION.fullmatch(used) and (out / used).is_file():
+        version = used
     with suppress(ConfigError):
         return {
             key: value for key, value in compose.flat_of_run(out, version).items() if key.split(".")[0] not in PLACES
@@ -71,12 +73,11 @@ def facts(history: History, used: Settings) -> dict[str, str]:
             row = events.whole(history.out, history.attempts[-1].row)
         for event in events.of_kind(events.read_events(history.out), "preflight")[-1:]:
             checked = events.whole(history.out, event)
-    model: ModelConfig | None = None
+    titled: dict[str, str] = {}
     with suppress(ConfigError):
         model = compose.of_run(history.out, []).model
-    titled = {
-        "model": _model(model) if model else "",
-        "tokens": _tokens(history, model) if model else "",
+        titled = {"model": _model(model), "tokens": _tokens(history, model)}
+    titled |= {
         "data": _data(used),
         "command": _text(row, "command"),
         "folder": _text(row, "folder"),
@@ -96,7 +97,9 @@ def _model(model: ModelConfig) -> str:
 
 def _tokens(history: History, model: ModelConfig) -> str:
     samples = max((row.get("samples") or 0 for row in history.recent), default=0)
-    return f"{samples * model.context:,} seen, in {samples:,} samples" if samples else ""
+    if not samples:
+        return ""
+    return f"{samples * model.context:,} seen, in {samples:,} samples"
 
 
 def _data(used: Settings) -> str:
@@ -133,9 +136,11 @@ def _hardware(row: Row, checked: Row) -> Iterator[str]:
 
 
 def some(hosts: Sequence[object], most: int) -> str:
-    """The first hosts, and how many more there are."""
+    """The first hosts, and the number of further ones."""
     shown = ", ".join(map(str, hosts[:most]))
-    return f"{shown} and {len(hosts) - most} more" if len(hosts) > most else shown
+    if len(hosts) > most:
+        shown += f" and {len(hosts) - most} more"
+    return shown
 
 
 def _text(row: Row, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs as a table, and one in detail: for ``hpclm status``, and live for ``hpclm top``."""
+"""A table of runs and the details of one run, for ``hpclm status``; and a live table for ``hpclm top``."""
 
 import time
 from collections import Counter
@@ -22,16 +22,16 @@ NOTES = ""
 WORTH = ("RUN", "STATE", "STEP", "LOSS", CURVE, "LEFT", "TOKENS/S", NOTES, "LAST STEP", "CHECKPOINT")
 """Columns, the most important first."""
 NARROWEST = {CURVE: len(CURVE), NOTES: 24}
-"""The least width of a column: a curve loses points, notes end with an ellipsis."""
+"""The least width of a column. A narrow curve has fewer points; narrow notes end with an ellipsis."""
 GAP = 2
 LIVE_COLUMNS = (*COLUMNS[:4], CURVE, *COLUMNS[4:])
-PRINTED = 5  # the number of last lines of a failed run's log
+PRINTED = 5  # number of lines at the end of a failed run's log that are shown
 ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unknown")
 """The states worth looking at first."""
 
 
 def table(statuses: Sequence[State], width: int | None = None) -> Iterator[str]:
-    """A header, and a line for each run. ``width``: columns of the terminal; notes go below lines that are longer."""
+    """A header, and a line for each run. ``width``: columns of the terminal; the notes of a longer line go below it."""
     rows = [COLUMNS, *map(row, statuses)]
     lines = terminal.columns(rows)
     if width is None:
@@ -42,7 +42,7 @@ def table(statuses: Sequence[State], width: int | None = None) -> Iterator[str]:
 
 
 def silent(statuses: Sequence[State]) -> list[str]:
-    """Lines that say why schedulers did not answer."""
+    """Lines with the reasons why schedulers did not answer."""
     return [f"queue: unknown ({terminal.line(why)})" for why in sorted({status.asked for status in statuses} - {""})]
 
 
@@ -82,7 +82,7 @@ def row(status: State) -> tuple[str, ...]:
 
 
 def detail(status: State) -> Iterator[str]:
-    """Everything about one run, one line each: the columns of the table and more."""
+    """All facts about one run, a line for each: the columns of the table and more."""
     cells = dict(zip(COLUMNS[:-1], row(status)[:-1], strict=True))
     lines = [(name.lower(), cell) for name, cell in cells.items() if cell != "-"]
     for name, text in (*lines, *_more(status)):
@@ -94,8 +94,11 @@ def detail(status: State) -> Iterator[str]:
     elif status.name == "cancelled":
         yield f"{'next':<12}hpclm resume {out}"
     elif status.name in ("exited", "ended", "failed", "stopped"):
-        change = " stop_at=null" if status.finished else ""
-        then = "it ends with what to change" if status.diverged else f"hpclm resume {out}{change}"
+        then = f"hpclm resume {out}"
+        if status.finished:
+            then += " stop_at=null"
+        if status.diverged:
+            then = "the log ends with what to change"
         yield f"{'next':<12}hpclm logs {out} · {then}"
     elif status.name == "done":
         yield f"{'next':<12}hpclm report {out}"
@@ -115,15 +118,13 @@ def _more(status: State) -> Iterator[tuple[str, str]]:
     yield "rollback", "" if rollback is None else f"the next attempt resumes from step {rollback}"
     if status.name in ("failed", "ended"):
         printed = rows.tail(run.job_log() or run.out / "log.txt").splitlines()[-PRINTED:]
-        for number, line in enumerate(printed):
-            yield "" if number else "printed", line
+        yield from zip(["printed", *("" for _ in printed)], printed, strict=False)
     logs = [path for path in (run.out / "log.txt", run.job_log()) if path and files.is_file(path)]
     yield "logs", " · ".join(map(files.shown, logs))
     yield from (("warning", text) for text in status.warnings())
 
 
 def _attempts(run: RunFacts) -> str:
-    """How many attempts a run had, and how the last one began."""
     attempt = run.attempt
     text = str(len(run.attempts))
     interrupted = sum(each.ended.get("code") == ExitCode.REQUEUE for each in run.attempts)
@@ -135,7 +136,9 @@ def _attempts(run: RunFacts) -> str:
         by = ", launched locally" if launcher in ("single", "local") else f" by {launcher}"
         text += f", {terminal.many(attempt['size'], 'rank')}{by}"
     text += f", {attempt.get('time')}"
-    return f"{text}, settings in {attempt['config']}" if attempt.get("config") else text
+    if attempt.get("config"):
+        text += f", settings in {attempt['config']}"
+    return text
 
 
 def loss(status: State) -> str:
@@ -147,7 +150,7 @@ def loss(status: State) -> str:
 
 
 def values(status: State) -> dict[str, Any]:
-    """One run for programs: times in seconds, null if unknown."""
+    """The facts about one run for programs: times in seconds, None for unknown values."""
     run = status.run
     return {
         "run": str(run.out),
@@ -173,7 +176,7 @@ def values(status: State) -> dict[str, Any]:
 
 
 def fitted(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """The lines of the header, then of each row, ``width`` columns wide. A name longer than half of that has a separate line."""
+    """The lines of the header, then of each row, ``width`` columns wide. A name longer than half the width has its own line."""
     above = [[row[0]] if terminal.width(row[0]) > width // 2 else [] for row in rows]
     rest = [("", *row[1:]) if name else row for name, row in zip(above, rows, strict=True)]
     header, *lines = _lines([heads, *rest], width)
@@ -187,7 +190,6 @@ def _lines(table: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _widths(table: Sequence[Sequence[str]], width: int) -> dict[str, int]:
-    """The columns that fit, and their widths."""
     whole = {column[0]: max(map(terminal.width, column)) for column in zip(*table, strict=True)}
     widths: dict[str, int] = {}
     room = width + GAP
@@ -211,27 +213,27 @@ def _cut(name: str, cell: str, width: int) -> str:
 
 
 class TopScreen:
-    """Looks at the runs below a folder again and again."""
+    """A live table of the runs below a folder."""
 
     def __init__(self, folder: Path, states: Callable[[Sequence[RunFacts]], list[State]]):
         self.folder = folder
         self._states = states
 
     def look(self) -> list[State]:
-        """How the runs stand now, the most interesting first."""
+        """The current states of the runs, the most interesting first."""
         statuses = self._states([folders.read_run(out) for out in folders.find(self.folder)])
         order = {name: number for number, name in enumerate(ORDER)}
         stepped = {status.run.out: status.run.summary.get("stepped") or 0.0 for status in statuses}
         return sorted(statuses, key=lambda status: (order.get(status.name, len(ORDER)), -stepped[status.run.out]))
 
     def lines(self, statuses: list[State], width: int | None = None) -> list[str]:
-        """The table, ``width`` columns wide; None: the whole one."""
+        """The table, ``width`` columns wide; None: as wide as it is."""
         rows = [*map(live_row, statuses)]
         blocks = [terminal.columns([LIVE_COLUMNS, *rows])] if width is None else fitted(LIVE_COLUMNS, rows, width)
         return [*chain.from_iterable(blocks), *silent(statuses)]
 
     def screen(self, width: int, height: int) -> list[str]:
-        """The table below a title, as much of it as there is room for."""
+        """A title and the part of the table that fits the screen."""
         statuses = self.look()
         counts = Counter(status.name for status in statuses)
         states = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no runs"
@@ -248,6 +250,6 @@ class TopScreen:
 
 
 def live_row(status: State) -> tuple[str, ...]:
-    """One run's line of ``TopScreen``: that of the table, with its loss curve."""
+    """One run's line of ``TopScreen``: the line of the table, with a loss curve."""
     cells = row(status)
     return (*cells[:4], terminal.sparkline(status.run.summary.get("curve", [])) or "-", *cells[4:])

@@ -1,4 +1,4 @@
-"""How far runs got: which diverged, and which is the best."""
+"""Rank runs by their losses, and find the runs that diverged."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import numpy as np
 from hpclm.base.errors import ExitCode
 from hpclm.reporting.history import History
 
-TAIL = 5  # a run diverged if at least this many of its last steps have no healthy loss
+TAIL = 5  # a run diverged if at least this many steps at its end have no healthy loss
 Runs = Mapping[str, History]
 
 
@@ -26,13 +26,13 @@ class Standing:
     """The mean training loss of the last ``over`` steps, in nats per token; None if the run diverged."""
     over: int
     diverged: int | None
-    """The first step of the unhealthy end."""
+    """The first step after the last healthy loss, if the run diverged."""
 
     @property
     def key(self) -> tuple[bool, bool, float]:
-        """Sorts by validation loss, then by training loss; diverged runs come last."""
-        loss = self.training if self.best is None else self.best
-        return self.diverged is not None, self.best is None, math.inf if loss is None else loss
+        """Sort key: by validation loss, or else by training loss; diverged runs come last."""
+        losses = [loss for loss in (self.best, self.training, math.inf) if loss is not None]
+        return self.diverged is not None, self.best is None, losses[0]
 
 
 def ranked(runs: Runs) -> list[Standing]:
@@ -42,7 +42,7 @@ def ranked(runs: Runs) -> list[Standing]:
 
 
 def healthy_limit(runs: Runs) -> float:
-    """The highest healthy loss: a little more than most runs began with, or than most of their steps have."""
+    """The highest healthy loss: 10 % above the median run's first losses or its median loss, if that is higher."""
     losses = [history.steps["loss"] for history in runs.values()]
     finite = [values[np.isfinite(values)] for values in losses if np.isfinite(values).any()]
     if not finite:
@@ -53,17 +53,19 @@ def healthy_limit(runs: Runs) -> float:
 
 
 def diverged(history: History, limit: float) -> int | None:
-    """The step after which no loss was finite and at most ``limit``; None if the run did not end like that."""
+    """The first step after the last loss that was finite and at most ``limit``; None if the run did not diverge."""
     healthy = np.flatnonzero(history.steps["loss"] <= limit)
     tail = len(history.steps)
     if len(healthy):
         tail -= int(healthy[-1]) + 1
     stopped = bool(history.attempts) and history.attempts[-1].code == ExitCode.DIVERGED
-    return int(history.steps["step"][-tail]) if tail >= (1 if stopped else TAIL) else None
+    if tail >= TAIL or (stopped and tail):
+        return int(history.steps["step"][-tail])
+    return None
 
 
 def validation(history: History) -> dict[int, float | None]:
-    """The validation loss by step, averaged over its parts; None where one was not finite."""
+    """Step -> validation loss, averaged over its parts; None if the loss of any part was not finite."""
     by_step: dict[int, list[float | None]] = {}
     for row in history.evaluations:
         by_step.setdefault(row["step"], []).append(row["validation_loss"])

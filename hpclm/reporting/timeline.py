@@ -1,10 +1,10 @@
-"""The attempts of a run: a summary, a bar for each, and a table of their numbers."""
+"""The attempts of a run on a page: a summary, a bar for each, and a table of numbers."""
 
 import time
 from collections.abc import Collection
 
 from hpclm.base.terminal import many
-from hpclm.reporting.attempts import KINDS, Attempt
+from hpclm.reporting.attempts import KINDS, AttemptReport
 from hpclm.reporting.history import History
 from hpclm.reporting.html import table, text
 from hpclm.reporting.provenance import some
@@ -18,7 +18,7 @@ LOST = " Lost: steps after the last checkpoint, which the next attempt redid."
 
 
 def state(history: History) -> str:
-    """Where a run is, in a line."""
+    """The progress of a run, in one line."""
     if not history.attempts:
         return "The run has not started yet."
     last = history.attempts[-1]
@@ -28,7 +28,7 @@ def state(history: History) -> str:
 
 
 def summary(history: History) -> str:
-    """How the attempts of a run went, for a reader who does not know it."""
+    """A summary of a run's attempts, for a reader who does not know the run."""
     if not history.attempts:
         return ""
     said = [f"The run had {many(len(history.attempts), 'attempt')}."]
@@ -43,7 +43,7 @@ def summary(history: History) -> str:
     return " ".join(said)
 
 
-def label(attempt: Attempt) -> str:
+def label(attempt: AttemptReport) -> str:
     """The steps of an attempt, and how it ended."""
     return f"steps {attempt.first} to {attempt.last}: {attempt.ended or 'still running, or no message yet'}"
 
@@ -75,7 +75,9 @@ def bars(history: History) -> str:
             f'<div class="bar">{"".join(pieces)}</div></div>'
         )
     ends = f'<p class="ends soft"><span>0</span><span>{span(history.wall)} since the run was first queued or started</span></p>'
-    return "".join([*parts, ends]) if parts else "<p>None.</p>"
+    if not parts:
+        return "<p>None.</p>"
+    return "".join([*parts, ends])
 
 
 def legend(histories: Collection[History]) -> str:
@@ -84,7 +86,9 @@ def legend(histories: Collection[History]) -> str:
     swatches = (
         f'<span><i class="{kind}" style="background:{colour}"></i>{kind}</span>' for kind, colour in used.items()
     )
-    caption = CAPTION + LOST if "lost" in used else CAPTION
+    caption = CAPTION
+    if "lost" in used:
+        caption += LOST
     return f'<div class="legend">{"".join(swatches)}</div><p class="soft">{caption}</p>'
 
 
@@ -94,11 +98,11 @@ def numbers(history: History) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time that is worth mentioning."""
+    """A time of at least a second; empty for shorter times."""
     return span(value) if value >= 1 else ""
 
 
-def _row(attempt: Attempt) -> list[str]:
+def _row(attempt: AttemptReport) -> list[str]:
     row = attempt.row
     job = f"job {row['job_id']}, " if row.get("job_id") else ""
     hosts = row.get("hosts") or [row.get("host", "")]

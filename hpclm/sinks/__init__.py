@@ -1,7 +1,7 @@
-"""Where a run's metrics go besides its run directory: W&B, MLflow, Trackio, or a user's class (log.sinks).
+"""Sinks receive a run's metrics: W&B, MLflow, Trackio, or a user's class (log.sinks).
 
-metrics.jsonl is the queue. For each sink rank 0 starts a process (`worker`) that reads it and records its progress in the run
-directory (`position`). Training never waits for a sink, and a row reaches it once, over all attempts of the run.
+metrics.jsonl is the queue. For each sink, rank 0 starts a process (`worker`) that reads the queue and records its progress in the run
+directory. Training never waits for a sink, and each row reaches a sink once, over all attempts of the run.
 """
 
 import sys
@@ -22,24 +22,24 @@ class RunInfo:
     """Information for a sink about the run."""
 
     id: str
-    """Shared by all attempts; a new one after the run has gone back to an older checkpoint (``--from``)."""
+    """The same for all attempts; it changes when the run goes back to an older checkpoint (``--from``)."""
     name: str
     """Name of the run directory."""
     project: str
     out: Path
     settings: Mapping[str, Any]
-    """As section.name: value."""
+    """Dotted key -> value."""
 
 
 class RefusedError(Exception):
-    """The tracker was reached and refuses the rows; it would refuse the same rows again."""
+    """The tracker answers, but refuses the rows and would refuse them again."""
 
 
 class Sink(Protocol):
     """One run in an experiment tracker. Methods may raise at any time; the sink is then recreated and sent the same rows again.
 
-    A row for which it raises RefusedError is omitted instead. A sink may have `substitutes`, a mapping from names that its tracker
-    refuses to their replacements, which are logged once.
+    If `send` raises RefusedError for a row, the row is omitted. A sink may have `substitutes`, a mapping from names that its tracker
+    refuses to their replacements. Each replacement is logged once.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -49,7 +49,7 @@ class Sink(Protocol):
         """Add rows, in order, after the ``before`` rows already there; return once they are safe."""
 
     def close(self, code: int) -> None:
-        """The attempt ends with this exit code; 85: the run will continue."""
+        """End the attempt with its exit code; after 85, the run will continue."""
 
 
 def lookup(name: str) -> type[Sink]:
@@ -60,14 +60,15 @@ def lookup(name: str) -> type[Sink]:
 
 
 def figures(row: Row) -> dict[str, float]:
-    """The numbers of a row by their names: `loss`, `validation_loss` or ``validation_loss/PART``, ``TASK/METRIC``, ..."""
+    """The numbers of a row by name: `loss`, `validation_loss` or ``validation_loss/PART``, ``TASK/METRIC``, ..."""
     part = str(row.get("part", "valid")).removeprefix("valid").removeprefix("/")
-    ending = f"/{part}" if part else ""
-    numbers = {key: value for key, value in row.items() if _is_figure(value) and key not in ("step", "time")}
-    named = {key if key == "samples" else key + ending: value for key, value in numbers.items()}
+    named = {key: value for key, value in row.items() if _is_figure(value) and key not in ("step", "time")}
+    if part:
+        named = {key if key == "samples" else f"{key}/{part}": value for key, value in named.items()}
     scores = row.get("tasks")
-    for task, metrics in scores.items() if isinstance(scores, dict) else ():
-        named |= {f"{task}/{metric}": value for metric, value in metrics.items() if _is_figure(value)}
+    if isinstance(scores, dict):
+        for task, metrics in scores.items():
+            named |= {f"{task}/{metric}": value for metric, value in metrics.items() if _is_figure(value)}
     return named
 
 

@@ -1,5 +1,5 @@
-"""Feeds metrics.jsonl to a sink: the rows that the sink lacks, in order. Its progress is kept in the run directory, so that no attempt
-sends a row twice."""
+"""Send the rows of metrics.jsonl that a sink lacks, in order. The run directory keeps the progress, so that no attempt sends a row
+twice."""
 
 import json
 import secrets
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpclm.base import files
 from hpclm.base.errors import ConfigError, HpclmError
-from hpclm.base.terminal import say
+from hpclm.base.terminal import many, say
 from hpclm.config import compose
 from hpclm.rundir import events, metrics_file, rows
 from hpclm.sinks import RefusedError, Row, RunInfo, Sink, lookup
@@ -26,7 +26,7 @@ NEEDED = ("id", "rollbacks", "rows", "steps")
 
 
 def place(out: Path, sink: str, ending: str) -> Path:
-    """The file with the sink's position (json), or the one to lock while rows are sent to it (lock)."""
+    """The sink's file with the ending json, which holds its position, or lock, which the sending process locks."""
     path = out / "sinks" / f"{sink.replace(':', '-')}.{ending}"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     return path
@@ -36,14 +36,14 @@ class Feed:
     """The rows of a run's metrics.jsonl that a sink lacks, and the sink, recreated after failures."""
 
     def __init__(self, name: str, out: Path):
-        """Create one only while holding the lock."""
+        """The caller must hold the sink's lock."""
         self.name = name
         self.out = out
         self.rollbacks = metrics_file.rollbacks(out)
         self.id = secrets.token_hex(4)
         self.rows = 0
         self.steps = dict[str, int]()
-        """The run's id in the sink, the number of its rows, and the last step of each kind of row."""
+        """Kind of row -> last step sent. ``id`` is the run's id in the sink, and ``rows`` the number of rows sent."""
         self.refused = 0
         """Number of rows that the sink refused."""
         self.substitutes: dict[str, str] = {}
@@ -54,7 +54,7 @@ class Feed:
         with suppress(FileNotFoundError):
             text = files.read_text(place(out, name, "json"), errors="replace")
             before = rows.parsed(text, POSITION, NEEDED)
-            # otherwise the run has gone back: create a new one in the sink
+            # otherwise the run has gone back to an older checkpoint, and is a new run in the sink
             if before and before["rollbacks"] == self.rollbacks:
                 self.id = before["id"]
                 self.rows = before["rows"]
@@ -69,9 +69,9 @@ class Feed:
         """
         try:
             while self._read() or (self.sink is None and self.rows):
-                # not before the first row: an attempt that fails earlier leaves no empty run there
+                # create the run only for a first row, so that an attempt that fails earlier leaves no empty run
                 if self.sink is None:
-                    self._keep()  # store its id before the run exists there
+                    self._keep()  # store the id before the run exists in the sink
                     self.sink = lookup(self.name)(self._run())
                 if self._pending:
                     refused = self._send(self.sink, self._pending, self.rows)
@@ -80,8 +80,7 @@ class Feed:
                     self._pending = []
                     self.refused += len(refused)
                     if refused:
-                        rows_of = "1 row" if len(refused) == 1 else f"{len(refused)} rows"
-                        say(f"refused {rows_of}, omitted there ({refused[0]}); {self.refused} so far")
+                        say(f"refused {many(len(refused), 'row')}, omitted there ({refused[0]}); {self.refused} so far")
                     self._say_substitutes(getattr(self.sink, "substitutes", {}), say)
                 self._keep()
         except (Exception, SystemExit):
@@ -90,7 +89,7 @@ class Feed:
             raise
 
     def _send(self, sink: Sink, pending: Sequence[Row], before: int) -> list[str]:
-        """Send rows after ``before`` others. Returns the reasons why the sink refuses some of them, one line for each."""
+        """Send rows after ``before`` earlier rows. Returns a line for each refused row, with its reason."""
         try:
             sink.send(pending, before)
         except RefusedError as error:
@@ -123,8 +122,8 @@ class Feed:
         files.write_text(place(self.out, self.name, "json"), json.dumps(position) + "\n")
 
     def _read(self) -> bool:
-        """Add the complete new lines of metrics.jsonl to the pending rows; returns whether any are pending. OSError if it cannot be
-        read."""
+        """Add the complete new lines of metrics.jsonl to the pending rows; returns whether any rows are pending. OSError if reading
+        fails."""
         with suppress(FileNotFoundError):
             for block in metrics_file.blocks(self.out, begin=self._offset):
                 if len(self._pending) >= MAX_PENDING_ROWS:
@@ -135,7 +134,7 @@ class Feed:
 
 
 def kind(row: Row) -> str:
-    """`train`, the evaluated part, or `tasks`: rows of a kind come in the order of their steps."""
+    """`train`, `tasks` or the evaluated part. Rows of a kind come in the order of their steps."""
     if "tasks" in row:
         return "tasks"
     return str(row.get("part", "valid")) if "validation_loss" in row else "train"
@@ -147,7 +146,7 @@ def cause(error: BaseException) -> str:
 
 
 def note(out: Path, name: str, cause: str) -> None:
-    """Record why the sink ``name`` lacks rows; with an empty ``cause``, that it has them all again."""
+    """Record why the sink ``name`` lacks rows; an empty ``cause`` records that it has all rows again."""
     with suppress(OSError, ConfigError):
         if cause or name in events.unsent(events.read_events(out)):
             events.append(out, "sink", sink=name, cause=cause)

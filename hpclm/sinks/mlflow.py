@@ -1,4 +1,4 @@
-"""MLflow; MLFLOW_TRACKING_URI names the server or database, otherwise it is mlflow.db in the current folder."""
+"""The MLflow sink. MLFLOW_TRACKING_URI names the server or database; the default is mlflow.db in the current folder."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ from hpclm.sinks.names import TrackerNames, is_path
 ID = "hpclm.id"
 MAX_METRICS_PER_REQUEST = 1000
 MAX_PARAMETER_CHARACTERS = 6000
-PARAMETERS = 40  # in a request, which may have 1 MB
-SHORT = 250  # characters of a parameter that every version accepts
+PARAMETERS = 40  # per request, because a request may have at most 1 MB
+SHORT = 250  # characters of a parameter that every version of MLflow accepts
 LATER = {401, 403, 404, 408, 425, 429}
 """HTTP statuses of requests that may succeed later, or after a login."""
 
 
 class MlflowSink:
-    """A run of the experiment ``run.project``, found again by its tag."""
+    """A run of the experiment ``run.project``. A tag identifies the run after a restart."""
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
@@ -76,7 +76,7 @@ class MlflowSink:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """RefusedError for requests that the server has read and refuses."""
+    """RefusedError if the server refuses a request for its content."""
     try:
         yield
     except MlflowException as error:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from posixpath import normpath
 
 MAX_NAME_CHARACTERS = 250  # characters of a name
-DIGEST = 6  # characters of a hash that keeps names apart
+DIGEST = 6  # characters of the hash that distinguishes substitutes
 
 
 class TrackerNames:
-    """The names in one tracker; ``substitutes`` has those that differ."""
+    """The names in one tracker. ``substitutes`` maps refused names to their substitutes."""
 
     def __init__(self, accepted: Callable[[str], bool]):
-        """``accepted``: whether the tracker accepts a name."""
+        """``accepted``: returns whether the tracker accepts a name."""
         self.substitutes: dict[str, str] = {}
         self._accepted = accepted
 
@@ -25,11 +25,11 @@ class TrackerNames:
 
 
 SUBSTITUTE = re.compile(rf"-[0-9a-f]{{{DIGEST}}}\Z")
-"""Suffix of substitutes. A name with this suffix gets a substitute too, so that no name is another's substitute."""
+"""Suffix of substitutes. A name with this suffix gets a substitute too, so that no name equals another's substitute."""
 
 
 def substitute(name: str) -> str:
-    """A name of letters, digits, and ``_ - . space /``, with a hash that distinguishes it from those of other names."""
+    """A name of letters, digits, and ``_ - . space /``, with a hash that distinguishes it from other substitutes."""
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:DIGEST]
     parts = [part for part in re.sub(r"[^\w\-. /]", "_", name).split("/") if part.strip(". ")]
     begin = "/".join(parts).lstrip("_ ")[: MAX_NAME_CHARACTERS - DIGEST - 1] or "name"
@@ -37,7 +37,7 @@ def substitute(name: str) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether MLflow accepts a name: it must be a normalised path, with only some characters besides letters."""
+    """Whether MLflow accepts a name: a normalised path of letters, digits and a few other characters."""
     normal = (
         0 < len(name) <= MAX_NAME_CHARACTERS
         and normpath(name) == name
@@ -48,7 +48,7 @@ def is_path(name: str) -> bool:
 
 
 def is_key(name: str) -> bool:
-    """Whether W&B accepts a name for a metric: it is text, not W&B's `_step` or the like, and not the axis of all charts."""
+    """Whether W&B accepts a name for a metric: printable, no leading _, as in W&B's `_step`, and not `step`, the axis of all charts."""
     return (
         bool(name.strip())
         and len(name) <= MAX_NAME_CHARACTERS

@@ -1,4 +1,4 @@
-"""The processes that send a run's metrics to its sinks, seen from rank 0."""
+"""Rank 0's control of the processes that send a run's metrics to its sinks."""
 
 import logging
 import subprocess
@@ -14,12 +14,12 @@ from hpclm.sinks.feed import note
 
 log = logging.getLogger(__name__)
 SECONDS: Mapping[int, float] = {ExitCode.DONE: 30.0, ExitCode.REQUEUE: 5.0}
-"""Seconds for the last rows, by exit code: a preempted run has no time, and its next attempt sends them."""
+"""Exit code -> seconds for the last rows. A preempted run has little time, and its next attempt sends them."""
 FAILED = 2.0  # seconds after an error
 
 
 class Sinks:
-    """One process for each sink of a run; use it as a context manager. It never raises or waits while the run trains."""
+    """One process for each sink of a run, as a context manager. It never raises or waits while the run trains."""
 
     def __init__(self, names: list[str], out: Path):
         self.names = names
@@ -32,7 +32,7 @@ class Sinks:
         return self
 
     def start(self) -> None:
-        """Start sending, once metrics.jsonl ends where the run resumes."""
+        """Start sending. Call it after metrics.jsonl has been cut to the step from which the run resumes."""
         for name in self.names:
             command = python.command("hpclm.sinks.worker", name, str(self.out))
             nothing = subprocess.DEVNULL
@@ -59,7 +59,7 @@ class Sinks:
             ended = process.poll()
             if ended is None:
                 note(self.out, name, f"the last rows took longer than {seconds:.0f} s")
-            elif ended not in (0, 1):  # with 1 it has recorded the reason
+            elif ended not in (0, 1):  # with code 1, the process itself has recorded the reason
                 note(self.out, name, f"its process ended with {ended}")
             if ended != 0:
                 process.kill()

@@ -1,4 +1,4 @@
-"""Trackio; honours TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables."""
+"""The Trackio sink. Trackio reads TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables."""
 
 from collections.abc import Sequence
 
@@ -33,5 +33,5 @@ class TrackioSink:
             self.run.log({self._names(name): value for name, value in figures(row).items()}, step=row["step"])
 
     def close(self, code: int) -> None:
-        """Write out what is left."""
+        """Write the remaining rows, and end the run."""
         self.run.finish()

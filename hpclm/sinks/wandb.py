@@ -1,4 +1,4 @@
-"""Weights & Biases; honours WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY and its other variables."""
+"""The Weights & Biases sink. W&B reads WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY and its other variables."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from hpclm.sinks import Row, RunInfo, figures
 from hpclm.sinks.names import TrackerNames, is_key
 
 OTHER_SESSION = ("SERVICE", "RUN_ID", "SWEEP_ID", "SWEEP_PARAM_PATH", "LAUNCH", "RESUME", "RESUME_FROM", "FORK_FROM")
-"""Variables WANDB_... that a sweep's agent or another session leaves in a shell; they would redirect the rows to another run."""
+"""Suffixes of WANDB_... variables that a sweep's agent or another session leaves in a shell. They would send rows to another run."""
 
 
 class WandbSink:
-    """A run in W&B. W&B's files, including those of an offline run, are in the run directory's folder wandb."""
+    """A run in W&B. W&B keeps its files, also those of an offline run, in the folder wandb of the run directory."""
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""
@@ -33,11 +33,11 @@ class WandbSink:
         self.run.define_metric("*", step_metric="step")
 
     def send(self, rows: Sequence[Row], before: int) -> None:
-        """Send rows by number, since W&B ignores steps that are not greater than the last one; charts are over ``step``."""
+        """Send rows by number, because W&B ignores a step that is not above the last one; charts use ``step``."""
         for place, row in enumerate(rows, before):
             numbers = {self._names(name): value for name, value in figures(row).items()}
             self.run.log({**numbers, "step": row["step"]}, step=place)
 
     def close(self, code: int) -> None:
-        """Upload what is left, and set the run's state."""
+        """Upload the remaining rows, and set the run's state."""
         self.run.finish(exit_code=code)

@@ -1,7 +1,7 @@
-"""The process ``hpclm.sinks.worker SINK RUN``: sends the rows of metrics.jsonl to a sink until its standard input ends.
+"""The process ``hpclm.sinks.worker SINK RUN`` sends the rows of metrics.jsonl to a sink until its standard input ends.
 
-Rank 0 starts it, and writes the attempt's exit code into its standard input; if rank 0 is killed, that just ends. It writes to the run's
-log itself; output of libraries is discarded.
+Rank 0 starts the process, and at the end writes the attempt's exit code into its standard input. If rank 0 is killed, the input ends
+without a code. The process writes to the run's log itself; output of libraries is discarded.
 """
 
 import os
@@ -21,13 +21,13 @@ POLL = 0.5  # seconds between checks of metrics.jsonl
 # The delay before a retry; it doubles with each failure.
 FIRST_PAUSE_SECONDS = 5.0
 MAX_PAUSE_SECONDS = 300.0
-# Seconds until SIGALRM ends this process, after the attempt has ended or rank 0 was killed.
+# Seconds until SIGALRM ends this process after the end of the attempt, and after rank 0 was killed.
 LAST = 60
 KILLED = 3
 
 
-class Ending(threading.Event):
-    """Set once the attempt ends; ``code`` is its exit code."""
+class AttemptEnd(threading.Event):
+    """An event that is set when the attempt ends; ``code`` is its exit code."""
 
     code = 1
 
@@ -40,11 +40,11 @@ class Ending(threading.Event):
 
 
 def main(name: str, out: Path) -> int:
-    """Send until the attempt ends, then the rest; returns 1 if the sink lacks some of it."""
-    for number in WARNINGS:  # of a terminal or a job; rank 0 decides how the attempt ends
+    """Send rows until the attempt ends, then the remaining rows; returns 1 if the sink lacks some of them."""
+    for number in WARNINGS:  # signals of a terminal or a job; rank 0 decides how the attempt ends
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)
-    ending = Ending()
+    ending = AttemptEnd()
     redact = secrets.Redactor()
     threading.Thread(target=ending.listen, daemon=True).start()
 
@@ -77,4 +77,4 @@ def main(name: str, out: Path) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1], Path(sys.argv[2])))  # whatever a library's threads still wait for
+    os._exit(main(sys.argv[1], Path(sys.argv[2])))  # do not wait for a library's threads

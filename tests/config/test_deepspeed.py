@@ -12,7 +12,7 @@ DISK = ["engine.zero_stage=3", "engine.offload=parameters", "engine.offload_fold
 
 def json_for(precision, *words, processes=4):
     run = config.load(None, [*BASE, *words])
-    return deepspeed.settings(run.for_engine(processes), precision)
+    return deepspeed.json_settings(run.for_engine(processes), precision)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_extra_keys_contradict_nothing_and_have_no_setting(word, message):
 
 def test_settings_that_depend_on_the_device_are_checked_once_it_is_known():
     run = config.load(None, [*BASE, "engine.extra.bf16.enabled=true"])
-    assert deepspeed.settings(run.for_engine(4), "bf16")["bf16"] == {"enabled": True}
+    assert deepspeed.json_settings(run.for_engine(4), "bf16")["bf16"] == {"enabled": True}
     with pytest.raises(ConfigError, match=r"bf16.enabled=True contradicts False"):
-        deepspeed.settings(run.for_engine(4), "fp32")
+        deepspeed.json_settings(run.for_engine(4), "fp32")
 
 
 def test_apex_cannot_count_steps_at_stage_3():

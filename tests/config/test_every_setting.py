@@ -16,7 +16,7 @@ from hpclm.base import shipped
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Retention
 from hpclm.config import compose, no_effect, section
-from hpclm.config.deepspeed import settings as deepspeed
+from hpclm.config.deepspeed import json_settings as deepspeed
 from hpclm.config.fields import keys, split_key
 from hpclm.config.length import run_length
 from hpclm.data import sources

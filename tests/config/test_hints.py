@@ -28,6 +28,7 @@ MEANT = {
     "optim.grad_clip": "optim.clip",
     "checkpoint.save_interval": "checkpoint.epochs or checkpoint.every",
     "my.bf16": "engine.precision=bf16",
+    "dat.eod_mask_loss": "data.eod_mask_loss",
 }
 
 

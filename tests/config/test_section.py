@@ -9,7 +9,7 @@ from hpclm import config
 from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
 from hpclm.config.fields import required, type_of
-from hpclm.config.section import Rule, Section, all_fields, build
+from hpclm.config.section import Rule, Section, all_fields, build_section
 from hpclm.config.setting import Condition, declared, setting
 
 
@@ -58,12 +58,12 @@ class Toy(Section, key="toy"):
     ({"toy.keep": 9, "toy.folder": "a", "toy.inner.size": 0}, ["toy.inner.size=0 must be from 1 to 8"]),
 ], ids=str)  # fmt: skip
 def test_a_declaration_is_checked(values, problems):
-    assert build(Toy, values, ())[1] == problems
+    assert build_section(Toy, values, ())[1] == problems
 
 
 def test_rules_that_read_a_value_that_could_not_be_read_are_skipped():
-    assert build(Toy, {"toy.keep": 9, "toy.folder": "a"}, ["toy.inner.size"])[1] == []
-    assert build(Toy, {"toy.keep": 9, "toy.folder": "a"}, ["toy.keep"])[1] == []
+    assert build_section(Toy, {"toy.keep": 9, "toy.folder": "a"}, ["toy.inner.size"])[1] == []
+    assert build_section(Toy, {"toy.keep": 9, "toy.folder": "a"}, ["toy.keep"])[1] == []
     with pytest.raises(ConfigError, match=r"toy\.inner\.size=0 must be from 1 to 8"):
         Inner(size=0)
 

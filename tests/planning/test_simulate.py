@@ -19,7 +19,7 @@ from hpclm.planning import forecast, layout, ranks, suggest
 from hpclm.planning.fake_gpu import fake_gpu
 from hpclm.planning.matrices import exchange
 from hpclm.planning.simulate import SHORT as SIMULATED_MICRO_BATCHES
-from hpclm.planning.simulate import build, micro_batch, simulate
+from hpclm.planning.simulate import build_engine, micro_batch, simulate
 from tests.forks import hpclm
 
 # what the fake GPU claims to have, so that the loss chooses the same number of tokens
@@ -202,7 +202,7 @@ def test_muons_products_and_messages_are_those_of_the_engine(words):
     first = layout.stages(run.model, planned.layout)[0]
     costs = exchange(run.model, planned.layout, planned.costs.optim, planned.costs.zero, first)
     with fake_gpu(0, world):
-        muon = build(run, Mesh.build(0, world, run.parallel)).optimizer
+        muon = build_engine(run, Mesh.build(0, world, run.parallel)).optimizer
 
     def flops(number):
         """Of one matrix, as PyTorch counts them."""
@@ -333,5 +333,5 @@ def test_of_131072_tokens_no_process_of_8_holds_a_whole_sequence_or_all_pairs(wo
     run = load("llama-1b", [*words, "batch.micro_size=1", "batch.global_size=1"])
     with fake_gpu(3, 8), Largest() as largest:
         mesh = Mesh.build(3, 8, run.parallel)
-        build(run, mesh).train_step([micro_batch(run).part(mesh.cp)], 1e-4, 0)
+        build_engine(run, mesh).train_step([micro_batch(run).part(mesh.cp)], 1e-4, 0)
     assert 2048 * 32000 <= largest.values < limit

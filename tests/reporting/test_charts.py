@@ -11,7 +11,7 @@ from tests.reporting import made
 
 
 def charts(folder, **losses):
-    runs = {name: history.read(made.trained(folder / name, *each)) for name, each in losses.items()}
+    runs = {name: history.read_history(made.trained(folder / name, *each)) for name, each in losses.items()}
     return {chart.key: chart for chart in described.charts(runs)}
 
 
@@ -85,7 +85,7 @@ def test_evaluations_of_several_parts_are_their_mean(tmp_path):
     rows = [dict(step=2, part=f"valid/{part}", validation_loss=loss) for part, loss in (("a", 2.0), ("b", 3.0))]
     with (out / "metrics.jsonl").open("a") as file:
         file.write(made.lines(rows))
-    found = history.read(out)
+    found = history.read_history(out)
     assert standings.validation(found) == {2: 2.5}
     [loss] = [chart for chart in described.charts({"one": found}) if chart.key == "loss"]
     assert [curve.name for curve in loss.curves] == ["training", "validation a", "validation b"]

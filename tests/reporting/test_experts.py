@@ -102,7 +102,7 @@ def test_the_page_has_a_heat_map_of_each_layer_and_curves_of_all(tmp_path):
     assert [*drawn_charts][-5:] == [*EXPERT_FIGURES, "expert-load-0", "expert-load-1"]
     assert '"HoverTool"' in drawn_charts["expert-load-1"] and "% of the mean" in drawn_charts["expert-load-1"]
     assert (run / "report-expert-load.png").stat().st_size > 10_000 and (run / "report-dead-experts.png").exists()
-    lines = {chart.key: chart for chart in charts({"run": history.read(run)})}
+    lines = {chart.key: chart for chart in charts({"run": history.read_history(run)})}
     assert [curve.name for curve in lines["expert_load_max"].curves] == ["block0", "block1"]
     assert lines["expert_load_max"].curves[0].mean.tolist() == [2.0] * 6
 
@@ -122,7 +122,7 @@ def test_many_heat_maps_are_folded(tmp_path):
 def test_runs_are_compared_by_their_worst_layer(tmp_path):
     one = drawn(tmp_path, "one", np.tile([[0, 2, 1, 1], [0, 0, 4, 4]], (6, 1, 1)))
     made.trained(tmp_path / "plain", [5 - step / 100 for step in range(60)])
-    runs = {"one": history.read(one), "plain": history.read(tmp_path / "plain")}
+    runs = {"one": history.read_history(one), "plain": history.read_history(tmp_path / "plain")}
     by_key = {chart.key: chart for chart in charts(runs)}
     values = {key: [curve.mean.tolist() for curve in by_key[key].curves] for key in EXPERT_FIGURES}
     assert values == {"expert_load_max": [[2.0] * 6], "expert_entropy": [[0.5] * 6], "dead_experts": [[3.0] * 6]}
@@ -143,7 +143,7 @@ def test_a_run_without_experts_has_no_section_of_them(tmp_path):
 def test_a_file_without_a_whole_line_is_as_good_as_none(content, tmp_path):
     made.trained(tmp_path / "run", [5.0, 4.0])
     (tmp_path / "run/experts.jsonl").write_text(content)
-    assert history.read(tmp_path / "run").experts is None
+    assert history.read_history(tmp_path / "run").experts is None
 
 
 @pytest.mark.parametrize("content", ["x\n", '{"step": 1}\n', '{"step": 1, "steps": 1, "tokens": {"a": "b"}}\n'])
@@ -151,4 +151,4 @@ def test_a_damaged_line_of_experts_is_named(content, tmp_path):
     made.trained(tmp_path / "run", [5.0, 4.0])
     (tmp_path / "run/experts.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=r"experts\.jsonl, line 1, is damaged"):
-        history.read(tmp_path / "run")
+        history.read_history(tmp_path / "run")

@@ -18,7 +18,7 @@ def test_the_facts_of_a_run_are_its_size_its_data_its_code_and_its_hardware(tmp_
         "odd",
     ]
     events.append(out, "preflight", ranks=ranks, links=["x" * 5000])
-    facts = provenance.facts(history.read(out), provenance.settings(out))
+    facts = provenance.facts(history.read_history(out), provenance.settings_of_run(out))
     assert facts["hardware"] == (
         "3 × H100; 1 × A100; 12 processes on n0, n1, n2, n3 and 2 more; driver 550; CUDA 12.8; NCCL 2.27"
     )
@@ -27,7 +27,7 @@ def test_the_facts_of_a_run_are_its_size_its_data_its_code_and_its_hardware(tmp_
     context = provenance.compose.of_run(out, []).model.context
     assert facts["tokens"] == f"{16 * context:,} seen, in 16 samples" and f"context {context:,}" in facts["model"]
     rewrite(out, lambda event: event | dict(hosts=["n0"], size=1) if event["kind"] == "began" else None)
-    facts = provenance.facts(history.read(out), provenance.settings(out))
+    facts = provenance.facts(history.read_history(out), provenance.settings_of_run(out))
     assert facts["hardware"] == "1 process on n0"
 
 
@@ -35,11 +35,11 @@ def test_the_settings_of_a_run_are_those_of_its_last_attempt_without_its_place_a
     tmp_path,
 ):
     out = made.trained(tmp_path / "a", [3.0], lr=0.25)
-    used = provenance.settings(out)
+    used = provenance.settings_of_run(out)
     assert used["optim.lr"] == 0.25 and not {
         key for key in used if key.split(".")[0] in ("out", "name", "job", "cluster")
     }
     assert provenance.changed(used)["optim.lr"] == 0.25 and "model.layers" not in provenance.changed(used)
     (out / "config.yaml").write_text("{")
-    assert provenance.settings(out) == {}
+    assert provenance.settings_of_run(out) == {}
     assert [provenance.shown(value) for value in (0.123456789, None, "x", 3)] == ["0.123457", "–", "x", "3"]

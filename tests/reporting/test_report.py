@@ -12,7 +12,7 @@ import pytest
 
 from hpclm import cli, config
 from hpclm.reporting import charts, history, image_style, images, provenance
-from hpclm.reporting.page import Content
+from hpclm.reporting.page import ReportContent
 from hpclm.reporting.page import page as page_of
 from hpclm.rundir import config_history
 from hpclm.rundir.summary import RunSummary
@@ -103,7 +103,7 @@ def test_the_page_needs_nothing_else_and_is_well_formed(written):
         page = Page(text)
         assert not page.links and len(page.ids) == len(set(page.ids)) >= 4
         assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "@media print" in text
-        policy = re.search('Content-Security-Policy" content="(.*?)"', text)[1]
+        policy = re.search('ReportContent-Security-Policy" content="(.*?)"', text)[1]
         assert policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
         for script in re.findall("<script>(.*?)</script>", text, re.S):
             assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
@@ -114,11 +114,13 @@ def test_text_of_others_is_neither_markup_nor_script_nor_hides_anything(tmp_path
     hostile = {"command": HOSTILE, "git": HOSTILE, "versions": {HOSTILE: HOSTILE}, "hosts": [HOSTILE]}
     rewrite(out, lambda event: event | hostile)
     note(out, "preflight", ranks=[3, {"device_name": HOSTILE, "driver": [1]}])
-    clean = page_of(Content({"a": history.read(tmp_path), "b": history.read(tmp_path)}, {"a": {}, "b": {}}))
-    runs = {HOSTILE: history.read(out), "b": history.read(out)}
+    clean = page_of(
+        ReportContent({"a": history.read_history(tmp_path), "b": history.read_history(tmp_path)}, {"a": {}, "b": {}})
+    )
+    runs = {HOSTILE: history.read_history(out), "b": history.read_history(out)}
     settings = {HOSTILE: {"optim.lr": HOSTILE}, "b": {"optim.lr": 1}}
     for shown in (runs, {HOSTILE: runs[HOSTILE]}):
-        text = page_of(Content(shown, settings, HOSTILE, {HOSTILE: {1: HOSTILE}}))
+        text = page_of(ReportContent(shown, settings, HOSTILE, {HOSTILE: {1: HOSTILE}}))
         assert not re.search("[\x1b\u202e]", text) and "<script>alert" not in text and r"\x1b[31m\u202e" in text
         assert Page(text).count["script"] == text.count('<script type="application/json">') + 2 + (len(shown) > 1)
     assert Page(clean).count["script"] == 1  # without charts there is only the sorting
@@ -161,16 +163,16 @@ def test_what_models_write_stands_side_by_side(real, capsys):
 
 
 def test_a_sample_that_is_nothing_to_be_seen_is_said_to_be_that(written):
-    runs, settings = {"one": history.read(written / "one")}, {"one": {}}
-    text = page_of(Content(runs, settings, "to be", {"one": {20: "", 40: " \n", 60: " or\n"}}))
+    runs, settings = {"one": history.read_history(written / "one")}, {"one": {}}
+    text = page_of(ReportContent(runs, settings, "to be", {"one": {20: "", 40: " \n", 60: " or\n"}}))
     said = re.findall(r"step (\d+)</span><(?:p|pre)[^>]*>(.*?)</p", text, re.DOTALL)
     assert said == [("20", "ended at once"), ("40", "wrote only white space"), ("60", " or\n")]
 
 
 def test_settings_that_differ_are_also_below_the_name_up_to_eight(written):
-    runs = {name: history.read(written / "one") for name in "ab"}
+    runs = {name: history.read_history(written / "one") for name in "ab"}
     settings = {name: {f"optim.s{number}": f"{name}{number}" for number in range(10)} for name in "ab"}
-    below = re.findall('<span class="beside soft">(.*?)</span></td>', page_of(Content(runs, settings)))
+    below = re.findall('<span class="beside soft">(.*?)</span></td>', page_of(ReportContent(runs, settings)))
     assert len(below) == 2 and "<span>optim.s0=a0</span>" in below[0] and below[0].endswith("<span>and 2 more</span>")
     assert "optim.s7=a7" in below[0] and "optim.s8" not in below[0]
 
@@ -203,14 +205,14 @@ def test_a_log_scale_has_marks_in_every_decade(bottom, top, ticks):
 
 def test_images_have_the_colours_of_the_page(tmp_path):
     losses = {"a": 3.0, "b": 2.0, "c": 1.0}
-    runs = {name: history.read(made.trained(tmp_path / name, [5.0, last])) for name, last in losses.items()}
+    runs = {name: history.read_history(made.trained(tmp_path / name, [5.0, last])) for name, last in losses.items()}
     lines = images.images(runs)["training_loss"].axes[0].lines
     assert [line.get_label() for line in lines if line.get_color() == charts.COLOURS[0]] == ["c"]  # the best is first
 
 
 @pytest.mark.parametrize("losses, drawn", [([3.0, None], True), ([None, None], False)])
 def test_a_notebook_has_the_losses_if_one_is_finite(losses, drawn, tmp_path):
-    content = images.loss_png(history.read(made.trained(tmp_path / "one", losses)), "$x$")
+    content = images.loss_png(history.read_history(made.trained(tmp_path / "one", losses)), "$x$")
     assert (content or b"").startswith(b"\x89PNG") == drawn
 
 
@@ -228,7 +230,7 @@ def test_a_stranger_finds_what_ended_each_attempt(written):
 
 
 def test_the_bars_of_the_image_are_as_long_as_the_run_in_the_unit_of_their_axis(tmp_path):
-    [axes] = images.images({"one": history.read(made.preempted(tmp_path / "one"))})["attempts"].axes
+    [axes] = images.images({"one": history.read_history(made.preempted(tmp_path / "one"))})["attempts"].axes
     ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches]
     assert axes.get_xlabel().startswith("minutes ") and min(ends)[0] == 0
     assert max(end for _, end in ends) == pytest.approx(471 / 60)
@@ -270,15 +272,15 @@ def test_the_settings_are_those_that_trained_and_not_those_of_a_job_that_did_not
     _, used = config_history.replace(out, (out / "config.yaml").read_text())
     note(out, "began", time=made.stamp(0), config=used)
     config.dump(config.load(str(out), ["optim.lr=9"]), out / "config.yaml")
-    assert provenance.settings(out)["optim.lr"] == 1e-3
+    assert provenance.settings_of_run(out)["optim.lr"] == 1e-3
     (out / used).unlink()
-    assert provenance.settings(out)["optim.lr"] == 9
+    assert provenance.settings_of_run(out)["optim.lr"] == 9
 
 
 def test_losses_that_do_not_measure_the_same_are_said_not_to(tmp_path):
-    runs = {name: history.read(tmp_path / name) for name in "ab"}
+    runs = {name: history.read_history(tmp_path / name) for name in "ab"}
     mine, other = {"data.prefix": "x", "log.every": 1}, {"data.prefix": "y", "log.every": 2}
-    text = page_of(Content(runs, {"a": mine, "b": other}))
+    text = page_of(ReportContent(runs, {"a": mine, "b": other}))
     assert "log.every" not in text  # it changes no result
     assert "They differ in data.prefix, so their losses may not measure the same." in text
 
@@ -296,7 +298,7 @@ def test_chinese_names_are_written_in_a_chinese_font_or_a_warning_says_that_ther
     fonts, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(image_style, "CHINESE", fonts)
-    runs = {name: history.read(made.trained(tmp_path / name, [3.0, 2.0])) for name in ("医疗", "b")}
+    runs = {name: history.read_history(made.trained(tmp_path / name, [3.0, 2.0])) for name in ("医疗", "b")}
     figure = images.images(runs)["training_loss"]
     [name, _] = sorted(figure.axes[0].get_legend().get_texts(), key=lambda text: text.get_text().isascii())
     assert name.get_fontfamily() == ["sans-serif", *fonts]

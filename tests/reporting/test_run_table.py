@@ -23,7 +23,7 @@ def detail(out):
         (("stopped", "stopped at step 5 (stop_at)", 0, True), "hpclm logs {0} · hpclm resume {0} stop_at=null"),
         (("exited", "SIGTERM: saved at step 5", 85), "hpclm logs {0} · hpclm resume {0}"),
         (("failed", "x is wrong", 1), "hpclm logs {0} · hpclm resume {0}"),
-        (("failed", "the loss is not finite", 93), "hpclm logs {0} · it ends with what to change"),
+        (("failed", "the loss is not finite", 93), "hpclm logs {0} · the log ends with what to change"),
     ],
 )
 def test_what_to_do_next_depends_on_how_a_run_ended(ended, then, tmp_path):

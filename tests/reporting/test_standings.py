@@ -9,11 +9,11 @@ def test_a_spike_that_the_run_recovers_from_is_no_divergence(tmp_path):
     losses = falling(100)
     losses[50:60] = [50.0] * 10
     losses[98:] = [None] * 2  # two steps are too few to tell
-    found = history.read(made.trained(tmp_path / "one", losses))
+    found = history.read_history(made.trained(tmp_path / "one", losses))
     assert standings.diverged(found, standings.healthy_limit({"one": found})) is None
     losses[90:] = [None] * 10
     (tmp_path / "b").mkdir()
-    found = history.read(made.trained(tmp_path / "b" / "one", losses))
+    found = history.read_history(made.trained(tmp_path / "b" / "one", losses))
     assert standings.diverged(found, standings.healthy_limit({"one": found})) == 91
 
 

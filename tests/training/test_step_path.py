@@ -92,7 +92,7 @@ def simulated(tmp_path, *words):
         patched.setattr(Reduction, "read", vectors.reading())
         patched.setattr(DistributedContext, "all_reduce_max", vectors.asking())
         compute = Compute(CUDA, torch.bfloat16, Mesh.build(0, RANKS, settings.parallel))
-        engine = simulate.build(settings, compute.mesh)
+        engine = simulate.build_engine(settings, compute.mesh)
         counts = CollectiveCounts(engine, counter)
 
         def step(samples):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings
-from hpclm.config.deepspeed import settings
+from hpclm.config.deepspeed import json_settings
 from hpclm.engine.deepspeed import library
 from hpclm.engine.deepspeed.state import PartitionedOptimizer
 from hpclm.engine.deepspeed.zero import WrappedEngine, finite_or_nan, place_on
@@ -119,7 +119,7 @@ class PipelineEngine(WrappedEngine):
         optimizer = self.optimizer
         equalize_groups(optimizer, compute)
         group_weights = [list(group["params"]) for group in optimizer.param_groups]
-        tree = settings(config, library.NAMES[dtype])
+        tree = json_settings(config, library.NAMES[dtype])
         self.engine = library.initialize(model=pipeline, optimizer=optimizer, config=tree)
         self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, config.optim, group_weights, mesh.dp)
 

@@ -10,7 +10,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from hpclm.config import EngineSettings
-from hpclm.config.deepspeed import settings, stage_of
+from hpclm.config.deepspeed import json_settings, stage_of
 from hpclm.engine import StepResult
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.deepspeed import library
@@ -58,7 +58,7 @@ class ReplicatedEngine(BaseEngine):
         mesh = compute.mesh
         device = compute.device
         library.begin(device)
-        tree = settings(config, library.NAMES[compute.dtype])
+        tree = json_settings(config, library.NAMES[compute.dtype])
         model = stack(config, compute, place_on(compute))
         self.engine = library.initialize(model=model, config=tree, mpu=library.MeshView(mesh))
         self.engine.enable_backward_allreduce = False  # gradients are reduced once per step
@@ -117,7 +117,7 @@ class ZeroEngine(WrappedEngine):
         mesh = compute.mesh
         device = compute.device
         library.begin(device)
-        tree = settings(config, library.NAMES[compute.dtype])
+        tree = json_settings(config, library.NAMES[compute.dtype])
         stage = stage_of(config.engine)
         wrap = partition(tree, compute) if stage == 3 else place_on(compute)
         model = stack(config, compute, wrap)

@@ -87,7 +87,7 @@ def _use(path: str, own_code: bool, tokenizer: bool, chat: bool, tokens: int) ->
 
 def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
     step = checkpoint.step
-    past = history.read(checkpoint.run)
+    past = history.read_history(checkpoint.run)
     samples = int(checkpoint.manifest.progress.get("samples", 0))
     yield "steps", f"{step:,}"
     yield "tokens seen", f"{samples * checkpoint.config.model.context:,}"

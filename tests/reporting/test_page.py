@@ -3,7 +3,7 @@
 import re
 
 from hpclm.reporting import page
-from hpclm.reporting.history import read
+from hpclm.reporting.history import read_history
 from hpclm.reporting.standings import Standing
 from tests.reporting import made
 
@@ -30,7 +30,7 @@ def test_the_verdict_names_the_best_run_those_that_diverged_and_what_makes_losse
 
 
 def test_a_run_stands_as_its_files_say_or_as_it_diverged(tmp_path):
-    history = read(made.trained(tmp_path / "a", [3.0, 2.0]))
+    history = read_history(made.trained(tmp_path / "a", [3.0, 2.0]))
     assert words(page._state(history, standing("a"))) == "running, according to its files"
     assert page._state(history, standing("a", diverged=2)).startswith('<span class="warn"')
     assert words(page._state(history, standing("a", diverged=2))) == "diverged at step 2"

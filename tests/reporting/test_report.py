@@ -103,7 +103,7 @@ def test_the_page_needs_nothing_else_and_is_well_formed(written):
         page = Page(text)
         assert not page.links and len(page.ids) == len(set(page.ids)) >= 4
         assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text and "@media print" in text
-        policy = re.search('ReportContent-Security-Policy" content="(.*?)"', text)[1]
+        policy = re.search('Content-Security-Policy" content="(.*?)"', text)[1]
         assert policy.startswith("default-src 'none'; script-src 'sha256-") and "http" not in policy
         for script in re.findall("<script>(.*?)</script>", text, re.S):
             assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy

@@ -71,7 +71,7 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
 
 
 def progress(out: Path, step: int | None = None) -> Progress:
-    """The progress from which the next attempt in ``out`` continues; see ``candidate``."""
+    """The starting progress of the next attempt in ``out``; see ``candidate``."""
     checkpoint = candidate(out, step)
     return Progress.of(checkpoint[1].progress) if checkpoint else Progress()
 

@@ -27,7 +27,7 @@ class WorkTimer:
     """Measures the steps of this rank and its work in them.
 
     On a CPU, work is the time in which the main thread runs, could run, or reads data. On a GPU the host cannot tell work from
-    waiting. So work is only the time in which the main thread reads data, or could run but does not.
+    waiting. So work counts only while the main thread reads data, or could run but does not.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class WorkTimer:
         self._read += max(0.0, seconds - (self._running() - ran))  # ``end`` counts the running time
 
     def _running(self) -> float:
-        """Seconds that the main thread was running or could run, according to the kernel; on a GPU, only time in which it could run. 0 if unknown."""
+        """Seconds that the main thread was running or could run, according to the kernel; on a GPU, only seconds that it could run. 0 if unknown."""
         with suppress(OSError, ValueError):
             text = Path(f"/proc/self/task/{threading.main_thread().native_id}/schedstat").read_text()
             running, ready, _ = map(int, text.split())

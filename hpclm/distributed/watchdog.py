@@ -29,7 +29,7 @@ from hpclm.node import ends
 log = logging.getLogger(__name__)
 
 TURN = 0.25  # seconds between two turns of the thread
-PAUSED = 1.0  # longest time between two turns in which this process counts as running
+PAUSED = 1.0  # a longer time between two turns counts as this, since the process was suspended
 IDLE = 1.0  # seconds without progress until this rank checks whether others have failed; then 2, 4, 8, ...
 REARM = 1.0  # seconds between two settings of faulthandler's timer
 MARGIN = 10.0  # seconds between this thread's limit and faulthandler's, which is later

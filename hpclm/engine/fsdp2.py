@@ -168,7 +168,7 @@ def device_mesh(mesh: Mesh, kind: str) -> DeviceMesh:
 
 def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[nn.Module, int]]:
     """Modules of a layer, such as experts, with weights that data-parallel ranks split, and the number of parts. Excludes modules
-    whose rows cannot be divided evenly among the ranks with the same part. ``home``: Mesh.of_weights."""
+    if the ranks with the same part cannot divide the rows evenly. ``home``: Mesh.of_weights."""
     placed = dict(placements(layer))
     modules: dict[str, tuple[nn.Module, int]] = {}
     for path, module in layer.named_modules():

@@ -48,7 +48,7 @@ class Compilation:
 
     def of(self, function: Callable[..., Any], plain: Callable[..., Any], whole: bool = True) -> Callable[..., Any]:
         """``function`` compiled, as one graph if ``whole``; after a failure, the equivalent ``plain``."""
-        # one graph for each shape, of which at most VARIANTS are compiled
+        # one graph for each shape, and at most VARIANTS graphs
         compiled = torch.compile(function, dynamic=False, fullgraph=whole, backend=self.backend)
 
         def attempt(*args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from hpclm.config import ModelConfig, fp8
 
 CHUNK = 4096
-"""Smallest number of tokens whose logits a GPU computes at a time: enough for fast matrix products."""
+"""Smallest number of tokens in a chunk of logits on a GPU: enough for fast matrix products."""
 ROOM = 4 << 30
 """Bytes for logits and their intermediates on a large GPU. Fewer chunks accumulate into the embedding's gradient less often."""
 LARGE_GPU_BYTES = 60 << 30
@@ -183,7 +183,7 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
 
 
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
-    """The default number of tokens whose logits are computed at once. ``tokens``: of the micro-batch. ``vocab``: size of the vocabulary.
+    """The default number of tokens in a chunk of logits. ``tokens``: of the micro-batch. ``vocab``: size of the vocabulary.
     ``memory``: bytes of the GPU. Chunks are equal if possible, so that compiled code sees one shape."""
     # a threshold: with a fraction of the memory, two GPUs of the same model could add up different chunks
     room = ROOM if memory >= LARGE_GPU_BYTES else 0

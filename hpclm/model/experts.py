@@ -240,8 +240,8 @@ class ExpertMLP(nn.Module):
         return way.give_back(self.experts(rows, factors, way.counts)).view(x.shape)
 
     def runs_uncompiled(self, dtype: torch.dtype) -> bool:
-        """Whether compute() cannot be compiled: the host must know each expert's number of tokens, or the type is not bf16, the only
-        one in which PyTorch up to 2.13 traces grouped_mm."""
+        """Whether compute() cannot be compiled: the host must know each expert's number of tokens, or the type is not bf16. PyTorch
+        up to 2.13 traces grouped_mm only in bf16."""
         return self.axes.ep.size > 1 or dtype != torch.bfloat16 or not self.experts.groups(dtype)
 
 

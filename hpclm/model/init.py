@@ -78,7 +78,7 @@ class InitSpec:
                 yield a - shift, self._columns(drawn, group)
 
     def _band(self, number: int, rows: int) -> Tensor:
-        # on the CPU even for weights on a GPU, whose generator draws other numbers
+        # on the CPU even for weights on a GPU, because a GPU's generator draws other numbers
         generator = torch.Generator().manual_seed(self.seed + number)
         drawn = torch.empty((rows, *self.placement.shape[1:]), device="cpu")
         return drawn.normal_(self.mean, self.std, generator=generator)

@@ -109,7 +109,7 @@ class LossTerms(NamedTuple):
     vocab: int
     """Entries of the vocabulary without padding."""
     chunk: int
-    """Tokens whose logits are in memory at a time."""
+    """Number of tokens with logits in memory at a time."""
     math: ChunkMath
     """Computes losses and gradients; may change its logits in place."""
     backward: Backward

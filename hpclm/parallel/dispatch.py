@@ -82,8 +82,8 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
 
 
 def on_host(counts: Tensor, rows: int) -> Any:
-    """``counts`` as numbers on the host, which waits for them. A simulation, which has no numbers, assumes an even spread, in which
-    the last dimension sums to ``rows``."""
+    """``counts`` as numbers on the host, which waits for them. A simulation, which has no numbers, assumes an even spread: the last
+    dimension sums to ``rows``."""
     return counts.tolist()
 
 

@@ -1,4 +1,4 @@
-"""The pipeline x data x context x tensor mesh of processes, and the device and type in which each rank computes."""
+"""The pipeline x data x context x tensor mesh of processes, and the device and type of each rank's computation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

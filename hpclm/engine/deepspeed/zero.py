@@ -146,7 +146,7 @@ class ZeroEngine(WrappedEngine):
         self.engine.set_gradient_accumulation_boundary(True)
 
     def loss_factor(self, scale: float) -> float:
-        """The factor by which DeepSpeed divides gradients. In fp16, the loss scale: a larger factor would overflow sooner."""
+        """DeepSpeed's divisor of gradients. In fp16, the loss scale: a larger factor would overflow sooner."""
         if self.scale:
             return scale
         return float(self.mean_over)

@@ -114,7 +114,7 @@ def _drawn(draw):
     heads, positions = draw.choice([2, 4, 6]), draw.choice(POSITIONS)
     rope, norm = positions == "rope", draw.choice(["layernorm", "rmsnorm"])
     width = draw.choice([8, 16])
-    kinds = LAYER_KINDS if rope else ("full", "window")
+    kinds = [*LAYER_KINDS] if rope else ["full", "window"]
     network = {
         **SHAPE,
         "layers": draw.randint(1, 4),

@@ -93,8 +93,11 @@ def listed(saved: list[Path]) -> str:
     return f"{word} {', '.join(numbers)}"
 
 
-def roll_back(out: Path) -> int | None:
-    """Carry out a pending rollback in the run directory ``out``; this process holds its lease. Returns the step, or None."""
+def roll_back(out: Path, step: int | None = None) -> int | None:
+    """Set aside the checkpoints in the run directory ``out`` that are newer than ``step``, or than the step of a pending rollback; this
+    process holds its lease. Returns that step, or None."""
+    if step is not None:
+        events.append(out, "roll back", step=step)
     step = events.rollback(out)
     if step is None:
         return None

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
 
-LAYER_KINDS = ("full", "window", "nope", "window_nope")
+LAYER_KINDS = {"full": (False, True), "window": (True, True), "nope": (False, False), "window_nope": (True, False)}
+"""Names in model.attention.pattern -> whether such a layer has a window, and whether it has positions."""
 MAX_WIDTH = 1 << 24
 """The limit stops a mistyped number from building layers for hours, and keeps products of sizes within 64 bits."""
 
@@ -76,10 +77,6 @@ class AttentionConfig(Section, key="model.attention"):
         """The kind of attention in a block, one of LAYER_KINDS."""
         return self.pattern[layer % len(self.pattern)]
 
-    def window_of(self, kind: str) -> int | None:
-        """Tokens that a token attends to in a block of this kind; None: all tokens before it."""
-        return self.window if "window" in kind else None
-
     @property
     def groups(self) -> int:
         """Number of key/value heads."""
@@ -93,7 +90,12 @@ class AttentionConfig(Section, key="model.attention"):
     @property
     def has_windows(self) -> bool:
         """Whether a layer of the pattern has a window."""
-        return any("window" in kind for kind in self.pattern)
+        return any(LAYER_KINDS[kind][0] for kind in self.pattern if kind in LAYER_KINDS)
+
+    @property
+    def omits_positions(self) -> bool:
+        """Whether a layer of the pattern has no positions."""
+        return any(not LAYER_KINDS[kind][1] for kind in self.pattern if kind in LAYER_KINDS)
 
     @property
     def needs_scores(self) -> list[str]:

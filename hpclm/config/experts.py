@@ -140,9 +140,13 @@ class ExpertsConfig(Section, key="model.experts"):
         ),
     )
 
+    def kind(self, layer: int) -> str:
+        """Kind of the MLP of a block, of MLP_KINDS."""
+        return self.pattern[layer % len(self.pattern)]
+
     def in_layer(self, layer: int) -> bool:
         """Whether the MLP of a block consists of experts."""
-        return self.count > 0 and self.pattern[layer % len(self.pattern)] == "experts"
+        return self.count > 0 and self.kind(layer) == "experts"
 
     @property
     def has_known_kinds(self) -> bool:

@@ -1,11 +1,14 @@
 """Settings of the network."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
-from hpclm.config.attention import MAX_WIDTH, AttentionConfig
+from hpclm.config.attention import LAYER_KINDS, MAX_WIDTH, AttentionConfig
 from hpclm.config.checks import typed
 from hpclm.config.experts import ExpertsConfig
+from hpclm.config.layer import DenseMLP, Layer
 from hpclm.config.rope import RopeConfig, scaling_problems
 from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
@@ -86,7 +89,7 @@ class ModelConfig(Section, key="model"):
             lambda model: f"model.positions=sinusoidal needs an even model.hidden, not {model.hidden}",
         ),
         Rule(
-            lambda model: model.positions != "rope" and any("nope" in kind for kind in model.attention.pattern),
+            lambda model: model.positions != "rope" and model.attention.omits_positions,
             "{model.attention.pattern}: layers without positions need model.positions=rope in the others",
         ),
         Rule(lambda model: scaling_problems(model.rope.scaling, model.rotated)),
@@ -124,12 +127,18 @@ class ModelConfig(Section, key="model"):
             "{model.attention.window} has no effect with {model.context}: no sample is longer",
         ),
         Rule(
-            lambda model: model.rope.window_base is not None and "window" not in model.kinds,
+            lambda model: model.rope.window_base is not None and not model.rotates_with(model.rope.window_base),
             "{model.rope.window_base} has no effect: no layer of kind window has positions",
         ),
         Rule(
-            lambda model: model.positions == "rope" and all("nope" in kind for kind in model.kinds),
+            lambda model: model.positions == "rope" and all(layer.rope is None for layer in model.blocks),
             "model.rope.base and the other settings of rotary positions have no effect: no layer of {model.attention.pattern} has positions",
+        ),
+        Rule(
+            lambda model: (
+                model.rope.changed("base") and model.rope.window_base and not model.rotates_with(model.rope.base)
+            ),
+            "{model.rope.base} has no effect: all layers with positions have windows, and use {model.rope.window_base}",
         ),
         Rule(
             lambda model: model.experts.count and "dense" in model.experts.pattern and not model.dense_layers,
@@ -141,15 +150,41 @@ class ModelConfig(Section, key="model"):
         ),
     )
 
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of attention that occur in layers."""
-        return {self.attention.kind(layer) for layer in range(self.layers)}
+    @cached_property
+    def blocks(self) -> tuple[Layer, ...]:
+        """The layers in order, as values."""
+        kinds = [(self.attention.kind(n), self.experts.in_layer(n)) for n in range(self.layers)]
+        made = {kind: self._block(*kind) for kind in dict.fromkeys(kinds)}
+        return tuple(made[kind] for kind in kinds)
+
+    def _block(self, kind: str, with_experts: bool) -> Layer:
+        windowed, positions = LAYER_KINDS[kind]
+        rope = None
+        if self.positions == "rope" and positions:
+            base = self.rope.window_base or self.rope.base if windowed else self.rope.base
+            scaling = self.rope.scaling if self.rope.window_scaled or not windowed else {}
+            rope = RopeConfig(base, self.rope.fraction, scaling)
+        mlp: DenseMLP | ExpertsConfig = DenseMLP(self.ffn_width)
+        if with_experts:
+            mlp = replace(self.experts, ffn=self.expert_width)
+        return Layer(self.attention, self.attention.window if windowed else None, rope, mlp)
+
+    def patterns(self, numbers: Sequence[int]) -> dict[str, list[str]]:
+        """The settings of a network of these blocks."""
+        patterns = {"attention.pattern": [self.attention.kind(number) for number in numbers]}
+        if self.experts.count:
+            patterns["experts.pattern"] = [self.experts.kind(number) for number in numbers]
+        return patterns
 
     @property
     def unused_kinds(self) -> list[str]:
         """The kinds of attention in the pattern that no layer has."""
-        return [kind for kind in dict.fromkeys(self.attention.pattern) if kind not in self.kinds]
+        used = {self.attention.kind(number) for number in range(self.layers)}
+        return [kind for kind in dict.fromkeys(self.attention.pattern) if kind not in used]
+
+    def rotates_with(self, base: float) -> bool:
+        """Whether a layer has rotary positions with this base."""
+        return any(layer.rope is not None and layer.rope.base == base for layer in self.blocks)
 
     @property
     def sets_all_biases(self) -> bool:

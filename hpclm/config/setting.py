@@ -190,7 +190,8 @@ def setting(
         **declared,
     )
     if isinstance(default, (list, dict)):
-        return field(default_factory=partial(copy.copy, default), metadata={_KEY: metadata})
+        # not part of the hash, so that sections are keys of dictionaries; they are compared like all others
+        return field(default_factory=partial(copy.copy, default), metadata={_KEY: metadata}, hash=False)
     return field(default=default, metadata={_KEY: metadata})
 
 

@@ -18,7 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hpclm import engine as engines
 from hpclm.base.errors import ConfigError
 from hpclm.config import EngineConfig, EngineSettings, ModelConfig, OptimConfig, ParallelConfig
-from hpclm.config.experts import MLP_KINDS
 from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.config.plan import Plan
 from hpclm.config.rules import SPLIT
@@ -36,7 +35,7 @@ from hpclm.diagnostics.samples import (
 from hpclm.engine.base import BaseEngine, optimizer_for
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count
-from hpclm.model.experts import Experts
+from hpclm.model.expert_mlp import Experts
 from hpclm.model.layers import ColumnLinear, RowLinear
 from hpclm.model.stack import Stages
 from hpclm.optim.adamw import update
@@ -100,16 +99,13 @@ class MiniatureRun:
         if optim.name not in OPTIMIZERS:
             optim = replace(optim, name=OptimConfig.name, arguments={})
         model = settings.model
-        numbers = range(settings.model.layers)
-        kinds = list(dict.fromkeys((model.attention.kind(layer), model.experts.in_layer(layer)) for layer in numbers))
-        layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(kinds))
-        if settings.engine.fp8:  # the first and the last block do not use FP8
-            layers = max(layers, len(kinds) + 2)
-        patterns = {"attention.pattern": [kind for kind, _ in kinds]}
-        if model.experts.count:
-            patterns["experts.pattern"] = [MLP_KINDS[not of_experts] for _, of_experts in kinds]
-        model = model.replaced({"layers": layers, "attention.dropout": 0.0, **patterns})
-        # makes attention scores differ by about 1; in a narrow model, they would be so small that attention is a plain mean
+        # one block of each kind
+        firsts = [model.blocks.index(layer) for layer in dict.fromkeys(model.blocks)]
+        layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(firsts))
+        if settings.engine.fp8:  # not in the first and the last block
+            layers = max(layers, len(firsts) + 2)
+        model = model.replaced({"layers": layers, "attention.dropout": 0.0, **model.patterns(firsts)})
+        # attention scores that differ by about 1: a narrow model's would be so small that attention is a mere mean
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
         room = MEMORY_FRACTION[compute.device.type] * memory

@@ -17,11 +17,12 @@ from hpclm.base.errors import ConfigError
 from hpclm.base.registry import class_check, load, lookup
 from hpclm.config import EngineSettings, OptimConfig
 from hpclm.config.engine import ENGINES
+from hpclm.config.layer import Layer
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Asking, Supports, unsupported
 from hpclm.engine.user_optimizers import check_optimizer
 from hpclm.model import gpt
-from hpclm.model.gpt import LayerSpec
+from hpclm.model.spec import LayerSpec
 from hpclm.node import hardware
 from hpclm.optim.optimizers import rate_and_decay
 from hpclm.parallel.mesh import Compute
@@ -199,12 +200,12 @@ def unavailable(name: str) -> str | None:
 
 
 def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
-    """ConfigError for entries of optim.groups that match no weight of these layers. Builds only one block of each MLP kind."""
-    weights_of: dict[str, list[str]] = {}
-    kinds = [f"{re.sub(r'[0-9]+$', '', spec.name)} {'axes' in spec.kwargs}" for spec in specs]
-    for kind, spec in zip(kinds, specs, strict=True):
+    """ConfigError for entries of optim.groups that match no weight of these layers. Of equal blocks, only one is built."""
+    weights_of: dict[Layer | str, list[str]] = {}
+    for spec in specs:
+        kind = spec.layer or spec.name
         weights_of[kind] = weights_of.get(kind) or [name for name, _ in spec.build().named_parameters()]
-    names = [f"{spec.name}.{name}" for kind, spec in zip(kinds, specs, strict=True) for name in weights_of[kind]]
+    names = [f"{spec.name}.{name}" for spec in specs for name in weights_of[spec.layer or spec.name]]
     unused = [entry for entry in optim.groups if not any(re.search(entry["match"], name) for name in names)]
     if unused:
         examples = ", ".join(dict.fromkeys(re.sub(r"^block\d+", "block0", name) for name in names))

@@ -396,5 +396,5 @@ def optimizer_for(
     exchange = None
     if kind.matrices:
         exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.name, weight.shape)], mesh)
-        cast(MatrixOptimizer, optimizer).share(exchange, config.model)
+        cast(MatrixOptimizer, optimizer).share(exchange)
     return optimizer, TrainingState(optimizer, config.optim, exchange.worked_on if exchange else ()), exchange

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
-from hpclm.model.experts import Experts
+from hpclm.model.expert_mlp import Experts
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.layers import ColumnLinear, Norm, RowLinear, VocabParallelEmbedding
 from hpclm.model.stack import Stack

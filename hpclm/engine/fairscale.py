@@ -26,6 +26,7 @@ from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import InitSpec, move
 from hpclm.model.own_block import use_every_weight
+from hpclm.model.spec import LayerSpec
 from hpclm.parallel.collectives import gather_into, scatter_into
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.placement import Placement
@@ -75,11 +76,11 @@ class FairScaleEngine(BaseEngine):
         )
         weights: dict[str, nn.Parameter] = {}
 
-        def wrap(name: str, layer: nn.Module) -> nn.Module:
+        def wrap(spec: LayerSpec, layer: nn.Module) -> nn.Module:
             use_every_weight(layer)
             move(layer, device)
-            weights.update((f"{name}.{weight_name}", weight) for weight_name, weight in layer.named_parameters())
-            return shard(layer) if name.startswith("block") else layer
+            weights.update((f"{spec.name}.{weight_name}", weight) for weight_name, weight in layer.named_parameters())
+            return shard(layer) if spec.layer else layer
 
         model = whole_model(config, compute, wrap)
         self.root = shard(model)

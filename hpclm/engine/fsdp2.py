@@ -26,6 +26,7 @@ from hpclm.engine.native import NativeEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model.init import allocate, move, set_weight, uninitialized
 from hpclm.model.own_block import use_every_weight
+from hpclm.model.spec import LayerSpec
 from hpclm.model.stack import Stack, placements
 from hpclm.parallel.collectives import all_reduce_in_place
 from hpclm.parallel.mesh import Compute, Mesh
@@ -62,7 +63,7 @@ class FSDP2Engine(BaseEngine):
         """Weights that data-parallel ranks split, such as experts, and that are not sharded further."""
         shard = partial(fully_shard, mp_policy=policy, ignored_params=whole)
 
-        def wrap(name: str, layer: nn.Module) -> nn.Module:
+        def wrap(spec: LayerSpec, layer: nn.Module) -> nn.Module:
             use_every_weight(layer)
             move(layer, device)
             for module, data_ranks in split_modules(layer, home):
@@ -75,7 +76,7 @@ class FSDP2Engine(BaseEngine):
                 for (_, placement), weight in zip(placements(layer), layer.parameters(), strict=True)
                 if placement.data_ranks > 1 and not isinstance(weight, DTensor)
             )
-            if name.startswith("block"):
+            if spec.layer:
                 shard(layer, mesh=device_mesh_of(1), reshard_after_forward=engine.zero_stage != 2)
             return layer
 

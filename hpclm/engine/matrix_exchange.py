@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpclm.base.errors import ConfigError
-from hpclm.config.optimizers import stacked
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.optim.optimizers import Matrix
 from hpclm.parallel.collectives import all_to_all
@@ -27,7 +26,7 @@ class MatrixExchange:
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh):
         """``weights``: equal on all processes that hold parts or copies of the same weights."""
         for weight in weights:
-            if weight.placement.data_ranks > 1 and not stacked(weight.name):
+            if weight.placement.data_ranks > 1 and not weight.placement.stacked:
                 raise ConfigError(
                     f"{weight.name} is a matrix that data-parallel ranks split, but this optimizer needs whole matrices: give it three "
                     "dimensions and split the first, or set optim.name=adamw"
@@ -126,13 +125,13 @@ class MatrixExchange:
 
 def _matrices(weight: ShardedParameter, tp: Axis) -> Iterator[tuple[Matrix, ShardedParameter]]:
     """The matrices of a weight with this process's part of each: the weight itself, or the experts in its part of a stack."""
-    if not stacked(weight.name):
-        yield Matrix(weight, weight.shape), weight
+    if not weight.placement.stacked:
+        yield Matrix(weight, weight.shape, weight.placement.fused), weight
         return
     placement = weight.placement
     count, *local = placement.local(tp)
     first = weight.data_rank % placement.data_ranks * count
-    of_expert = Placement(placement.shape[1:], placement.dim and placement.dim - 1, placement.parts)
+    of_expert = Placement(placement.shape[1:], placement.dim and placement.dim - 1, placement.fused)
     for expert in range(count):
         start = expert * prod(local)
         begin, values = _overlap((weight.begin, weight.count), start, prod(local))
@@ -146,7 +145,7 @@ def _matrices(weight: ShardedParameter, tp: Axis) -> Iterator[tuple[Matrix, Shar
             values=values,
             local_range=ranges,
         )
-        yield Matrix(weight, of_expert.shape, slice(at, at + values)), local_part
+        yield Matrix(weight, of_expert.shape, of_expert.fused, slice(at, at + values)), local_part
 
 
 def _range_of_expert(

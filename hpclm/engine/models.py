@@ -10,11 +10,11 @@ from hpclm.config import EngineSettings, fp8
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import SUPPORTS, with_feature
 from hpclm.model import gpt
-from hpclm.model.experts import ExpertAxes
-from hpclm.model.gpt import LayerSpec
+from hpclm.model.expert_mlp import ExpertAxes
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.layers import ColumnLinear, RowLinear
 from hpclm.model.loss import Backward, TokenLoss
+from hpclm.model.spec import LayerSpec
 from hpclm.model.stack import Execution, Stack, WrapLayer, check_local_shapes, placements
 from hpclm.parallel.fp8 import FP8
 from hpclm.parallel.mesh import Compute
@@ -56,7 +56,8 @@ def stack_of(
     if engine.fp8:
         in_fp8 = {f"block{number}" for number in fp8.blocks(config.model)}
 
-    def checked(name: str, layer: nn.Module) -> nn.Module:
+    def checked(spec: LayerSpec, layer: nn.Module) -> nn.Module:
+        name = spec.name
         check_local_shapes(name, layer, compute.mesh.tp)
         split = next(
             (f"{name}.{weight_name}" for weight_name, placement in placements(layer) if placement.data_ranks > 1), None
@@ -72,7 +73,7 @@ def stack_of(
                 splits_inputs = isinstance(module, RowLinear)
                 emulated = compute.device.type == "cpu"
                 module.fp8 = FP8(engine.fp8 == "rowwise", module.tp, splits_inputs, emulated)
-        return wrap(name, layer)
+        return wrap(spec, layer)
 
     execution = Execution(loss, engine.recompute_every, engine.offload_activations)
     stack = Stack(config.model, specs, compute.dtype, compute.mesh, checked, execution)

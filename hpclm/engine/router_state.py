@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpclm.config import ModelConfig
 from hpclm.engine import SavedState, Shard
-from hpclm.model.balance import COUNTS
-from hpclm.model.experts import Router, routers
+from hpclm.model.balance_losses import COUNTS
+from hpclm.model.expert_mlp import Router, routers
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Compute
@@ -25,7 +25,7 @@ class RouterState:
         self.config = config
         self.mesh = compute.mesh
         device = compute.device
-        names = [f"block{number}" for number in range(config.layers) if config.experts.in_layer(number)]
+        names = [f"block{number}" for number, layer in enumerate(config.blocks) if layer.experts]
         here = {name: layer for stack in stacks for name, layer in stack.layers.items() if name in names}
         self.rows = {name: row for row, name in enumerate(names)}
         """The row of each block in the tensors below, by name."""

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from hpclm.config import EngineSettings
-from hpclm.model.gpt import LayerSpec
+from hpclm.config.layer import Layer
 from hpclm.model.loss import TokenLoss
+from hpclm.model.spec import LayerSpec
 from hpclm.model.stack import Execution, Stack
 from hpclm.node import hardware
-from hpclm.parallel.balance import balanced
 from hpclm.parallel.collectives import broadcast
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
+from hpclm.parallel.partition import balanced
 
 REPEATS = 3
 
@@ -31,7 +32,7 @@ def stages(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute)
     else:
         costs = blocks(specs)
     count = config.parallel.pipeline * config.parallel.chunks
-    return [[specs[i] for i in part] for part in balanced(costs, count, [is_block(spec) for spec in specs])]
+    return [[specs[i] for i in part] for part in balanced(costs, count, [spec.layer is not None for spec in specs])]
 
 
 def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
@@ -43,14 +44,9 @@ def owners(parts: Sequence[Sequence[LayerSpec]]) -> dict[str, list[int]]:
     return holders
 
 
-def is_block(spec: LayerSpec) -> bool:
-    """True for blocks of the model, false for other layers."""
-    return spec.name.startswith("block")
-
-
 def blocks(specs: Sequence[LayerSpec]) -> list[float]:
     """Costs for partition=blocks: 1 for a block, 0 for any other layer."""
-    return [float(is_block(spec)) for spec in specs]
+    return [float(spec.layer is not None) for spec in specs]
 
 
 def parameters(specs: Sequence[LayerSpec]) -> list[float]:
@@ -92,10 +88,10 @@ def measured(config: EngineSettings, spec: LayerSpec, compute: Compute) -> float
 
 
 def by_kind(specs: Sequence[LayerSpec], cost: Callable[[LayerSpec], float]) -> list[float]:
-    """The cost of each layer; blocks with the same kind of MLP cost the same, so only one is evaluated."""
-    costs: dict[str, float] = {}
-    kinds = [f"block {'axes' in spec.kwargs}" if is_block(spec) else str(spec.number) for spec in specs]
-    for kind, spec in zip(kinds, specs, strict=True):
+    """The cost of each layer; equal blocks cost the same, so only one of them is evaluated."""
+    costs: dict[Layer | int, float] = {}
+    for spec in specs:
+        kind = spec.layer or spec.number
         if kind not in costs:
             costs[kind] = cost(spec)
-    return [costs[kind] for kind in kinds]
+    return [costs[spec.layer or spec.number] for spec in specs]

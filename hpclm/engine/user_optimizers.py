@@ -7,6 +7,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings, ModelConfig, OptimConfig
 from hpclm.config.optimizers import OPTIMIZERS, Shape
 from hpclm.config.supports import Supports, with_feature
+from hpclm.model.weights import stacked_experts
 from hpclm.optim import user_optimizer
 from hpclm.optim.trial import RANDOM
 from hpclm.optim.user_optimizer import LoadedOptimizer
@@ -88,14 +89,9 @@ def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | N
 
 def _stacks(model: ModelConfig, matrices: Callable[[str, Shape], bool]) -> Iterator[str]:
     """The expert weights that an optimizer treats as matrices."""
-    count = model.experts.count
-    rows = model.expert_width * (1 + model.gated)
-    shapes: dict[str, Shape] = {"up": (count, rows, model.hidden), "down": (count, model.hidden, model.expert_width)}
-    if model.biases[2]:
-        shapes |= {"up_bias": (count, rows), "down_bias": (count, model.hidden)}
-    for name, shape in shapes.items():
-        if matrices(f"block0.mlp.experts.{name}", shape):
-            yield f"block0.mlp.experts.{name} of the shape {list(shape)}"
+    for name, weight in stacked_experts(model, model.experts):
+        if matrices(f"block0.mlp.experts.{name}", weight.shape):
+            yield f"block0.mlp.experts.{name} of the shape {list(weight.shape)}"
 
 
 def _splits(config: EngineSettings, can: Supports | None, sharded: bool) -> Iterator[str]:

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
-from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.config.layer import Layer
+from hpclm.config.rope import RopeConfig
 from hpclm.model.attention.scores import PLAIN, Scores, dot_product_attention
-from hpclm.model.position import POSITIONS, rotary, rotates, scaling_length
+from hpclm.model.context import LayerContext
+from hpclm.model.position import POSITIONS, rotary, scaling_length
 
 
 class KeyValueCache:
@@ -25,6 +27,7 @@ class KeyValueCache:
         """``lengths``: tokens of each sequence in the first forward pass. ``room``: maximum number of slots."""
         longest = max(lengths)
         self.config = config
+        self.layers = tuple(dict.fromkeys(config.blocks))
         self.room = max(room, longest)
         self.used = 0
         self._first = 0
@@ -39,7 +42,7 @@ class KeyValueCache:
             self._slopes = slopes(config.attention.heads, device)[None, :, None, None]
         self._missing = [longest - length for length in lengths]  # each sequence's slots in use minus its tokens
         self._scaled_for: list[int] = []  # scaling_length() of each sequence when its keys were rotated
-        self._rotary: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self._rotary: dict[tuple[RopeConfig, int], tuple[Tensor, Tensor]] = {}
         self.dtype = dtype
 
     @property
@@ -47,8 +50,8 @@ class KeyValueCache:
         """Whether one more token fits: a slot is free, and the token does not change the rotation of earlier keys."""
         return self.used < self.room and self._scaling_lengths(self.used + 1) == self._scaled_for
 
-    def extend(self, count: int) -> dict[str, AttentionMetadata]:
-        """Allocate the next ``count`` slots: for each kind of layer, the positions and mask of the tokens in them.
+    def extend(self, count: int) -> dict[Layer, LayerContext]:
+        """Allocate the next ``count`` slots: for each block, the positions and mask of the tokens in them.
 
         The first call is for the whole prompt, each later one for a single token.
         """
@@ -59,12 +62,13 @@ class KeyValueCache:
         if self._pads is not None:
             # padding on the left has no position; it is masked, and 0 is always valid
             positions = (positions - self._pads).clamp(min=0)
-        metadata = {"full": AttentionMetadata(positions, None, None, None, cache=self)}  # for layers without attention
-        for layer in dict.fromkeys(self.config.attention.pattern):
-            cos, sin = self._rotations(layer, positions) if rotates(self.config, layer) else (None, None)
-            mask = self._mask(self.config.attention.window_of(layer))
-            metadata[layer] = AttentionMetadata(positions, mask, cos, sin, cache=self)
-        return metadata
+        views = {}
+        for layer in self.layers:
+            if (layer.window, layer.rope) not in views:
+                cos, sin = (None, None) if layer.rope is None else self._rotations(layer.rope, positions)
+                mask = self._mask(layer.window)
+                views[layer.window, layer.rope] = LayerContext(positions, mask, cos, sin, cache=self)
+        return {layer: views[layer.window, layer.rope] for layer in self.layers}
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these sequences of the batch."""
@@ -97,25 +101,25 @@ class KeyValueCache:
         context = self.config.context
         return [scaling_length(scaling, context, used - missing) for missing in self._missing]
 
-    def _rotations(self, layer: str, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotations(self, rope: RopeConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[B or 1, T] positions -> cosines and sines [T, B or 1, 1, rotated features]."""
         if len(set(self._scaled_for)) == 1:
-            cos, sin = (table[positions.t()] for table in self._table(layer, self._scaled_for[0]))
+            cos, sin = (table[positions.t()] for table in self._table(rope, self._scaled_for[0]))
             return cos, sin
         rows = positions.expand(len(self._scaled_for), -1)
-        tables = [self._table(layer, length) for length in self._scaled_for]
+        tables = [self._table(rope, length) for length in self._scaled_for]
         cos, sin = (
             torch.stack([table[row] for table, row in zip(kind, rows, strict=True)], 1)
             for kind in zip(*tables, strict=True)
         )
         return cos, sin
 
-    def _table(self, layer: str, length: int) -> tuple[Tensor, Tensor]:
+    def _table(self, rope: RopeConfig, length: int) -> tuple[Tensor, Tensor]:
         """[room, 1, rotated features] cosines and sines of all slots, in sequences of ``length`` tokens."""
-        if (layer, length) not in self._rotary:
-            cos, sin = rotary(self._slots[:, None], self.config, layer, length)
-            self._rotary[layer, length] = cos[:, 0].to(self.dtype), sin[:, 0].to(self.dtype)
-        return self._rotary[layer, length]
+        if (rope, length) not in self._rotary:
+            cos, sin = rotary(self._slots[:, None], self.config, rope, length)
+            self._rotary[rope, length] = cos[:, 0].to(self.dtype), sin[:, 0].to(self.dtype)
+        return self._rotary[rope, length]
 
     def _stored(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, G, T, D] keys and values; returns all stored ones, [B, G, S, D]."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hpclm.config import ModelConfig
 from hpclm.config.model import BLOCKS
-from hpclm.model.attention.layout import AttentionMetadata
 from hpclm.model.compiled import StackCompilation
+from hpclm.model.context import LayerContext
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.sequence import SequencePart
 
@@ -59,7 +59,7 @@ class LayerSeeds:
             keys_to_device([[mix_seed(seed, n, s) for s in sites] for n in range(self.layers)], device).unbind()
         )
 
-    def of_layer(self, given: AttentionMetadata, number: int, keys: list[Tensor] | None) -> AttentionMetadata:
+    def of_layer(self, given: LayerContext, number: int, keys: list[Tensor] | None) -> LayerContext:
         """``given`` for layer ``number`` in training; seeds the layer's random numbers."""
         if given.seed is not None and (keys is None or self.config.attention.dropout):
             seed_generators(mix_seed(given.seed, number, self.rank), keys)

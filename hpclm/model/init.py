@@ -8,10 +8,12 @@ that any slice can be filled later.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hpclm.model.weights import Table, Weight
 from hpclm.parallel.collectives import copy_to_tp
 from hpclm.parallel.main_gradients import accumulated
 from hpclm.parallel.mesh import Axis
@@ -35,6 +37,13 @@ class InitSpec:
         """N(0, std), with a seed taken from ``generator``."""
         # 62 random bits, so that the band seeds of two weights, which count up from here, do not overlap
         return cls(placement, std=std, seed=int(torch.randint(1 << 62, (), generator=generator, device="cpu")))
+
+    @classmethod
+    def declared(cls, weight: Weight, generator: torch.Generator | None = None) -> "InitSpec":
+        """The initial values of ``weight``; random ones take their seed from ``generator``."""
+        if weight.std and generator is not None:
+            return cls.normal(weight.placement, weight.std, generator)
+        return cls(weight.placement, weight.mean)
 
     def parameter(self, tp: Axis, device: torch.device | None = None, data_rank: int = 0) -> nn.Parameter:
         """The local slice of the weight, on ``device`` or the current one; not filled on the meta device."""
@@ -117,9 +126,13 @@ class TensorParallelModule(nn.Module):
         self.init_specs[name] = spec
         return spec.parameter(self.tp, torch.device("meta") if spec.placement.data_ranks > 1 else None)
 
-    def optional_parameter(self, name: str, spec: InitSpec, present: bool) -> nn.Parameter | None:
-        """new_parameter() if ``present``, otherwise None."""
-        return self.new_parameter(name, spec) if present else None
+    def declared(self, table: Table, name: str, generator: torch.Generator | None = None) -> nn.Parameter:
+        """The local slice of the weight ``name`` of ``table``."""
+        return self.new_parameter(name, InitSpec.declared(table.weights[name], generator))
+
+    def optional(self, table: Table, name: str, generator: torch.Generator | None = None) -> nn.Parameter | None:
+        """The same; None if the table has no such weight."""
+        return self.declared(table, name, generator) if name in table.weights else None
 
     def new_buffer(self, name: str, values: Tensor | None) -> None:
         """Create the buffer ``name``, which is saved whole with the weights and never updated by an optimizer; None: no buffer."""
@@ -156,10 +169,10 @@ def uninitialized(layer: nn.Module) -> Iterator[tuple[str, InitSpec]]:
                 yield f"{path}.{name}".removeprefix("."), module.init_specs[name]
 
 
-def materialize_on(device: torch.device, tp: Axis, data_rank: int = 0) -> Callable[[str, nn.Module], nn.Module]:
-    """A function that moves a layer to ``device``, and initialises the weights that are on the meta device."""
+def materialize_on(device: torch.device, tp: Axis, data_rank: int = 0) -> Callable[[Any, nn.Module], nn.Module]:
+    """Returns a function that moves a layer to ``device`` and initialises its weights on the meta device."""
 
-    def wrap(_: str, layer: nn.Module) -> nn.Module:
+    def wrap(_: Any, layer: nn.Module) -> nn.Module:
         for name, spec in list(uninitialized(layer)):
             set_weight(layer, name, spec.parameter(tp, device, data_rank))
         return layer.to(device)

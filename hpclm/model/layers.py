@@ -5,7 +5,6 @@ size, V vocabulary size. Initial weights come from the generator passed in, so t
 With one process, t is T and nothing is communicated.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
-from hpclm.model.init import InitSpec, TensorParallelModule
+from hpclm.model import weights
+from hpclm.model.init import TensorParallelModule
+from hpclm.model.weights import XIELU_BETA, Table
 from hpclm.node import apex
 from hpclm.parallel.collectives import gathered_linear, scatter, sum_over_tp
 from hpclm.parallel.fp8 import FP8
 from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
-from hpclm.parallel.placement import Placement
 
 # gpt-oss's SwiGLU
 CLAMPED_SLOPE = 1.702
@@ -52,21 +52,16 @@ def capped(x: Tensor, cap: float | None) -> Tensor:
 
 
 class ColumnLinear(TensorParallelModule):
-    """y = x W^T + b with the rows of W split, at the entry of a block's sublayer: [t, ..., C] -> [T, ..., width / tp].
-
-    ``parts``: number of blocks of rows that are split separately.
-    """
+    """y = x W^T + b with the rows of W split, at the entry of a block's sublayer: [t, ..., C] -> [T, ..., width / tp]."""
 
     fp8: FP8 | None = None
     """Multiplication in FP8; None without engine.fp8."""
 
-    def __init__(
-        self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis, parts: int = 1
-    ):
+    def __init__(self, table: Table, generator: torch.Generator, tp: Axis):
+        """``table``: of weights.column_linear()."""
         super().__init__(tp)
-        placement = Placement((width, config.hidden), 0, parts)
-        self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
-        self.bias = self.optional_parameter("bias", InitSpec(Placement((width,), 0, parts)), bias)
+        self.weight = self.declared(table, "weight", generator)
+        self.bias = self.optional(table, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, ..., C] -> [T, ..., width / tp]."""
@@ -80,14 +75,11 @@ class RowLinear(TensorParallelModule):
     fp8: FP8 | None = None
     """See ColumnLinear."""
 
-    def __init__(self, config: ModelConfig, width: int, bias: bool, generator: torch.Generator, tp: Axis):
+    def __init__(self, table: Table, generator: torch.Generator, tp: Axis):
+        """``table``: of weights.row_linear()."""
         super().__init__(tp)
-        # 2 x layers sublayers add to the residual stream; dividing by the root keeps its variance independent of depth
-        # (Radford et al. 2019)
-        placement = Placement((config.hidden, width), 1)
-        std = config.init_std / (2 * config.layers) ** 0.5
-        self.weight = self.new_parameter("weight", InitSpec.normal(placement, std, generator))
-        self.bias = self.optional_parameter("bias", InitSpec(Placement((config.hidden,))), bias)
+        self.weight = self.declared(table, "weight", generator)
+        self.bias = self.optional(table, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, ..., width / tp] -> [t, ..., C]."""
@@ -107,13 +99,14 @@ class Norm(TensorParallelModule):
     Every rank of ``tp`` holds the whole weight and applies it to its own slice of the activations.
     """
 
-    def __init__(self, config: ModelConfig, width: int, tp: Axis):
+    def __init__(self, config: ModelConfig, table: Table, tp: Axis):
+        """``table``: of weights.norm()."""
         super().__init__(tp)
         self.norm, self.biased = NORMS[config.norm]
         self.eps = config.norm_eps
         self.fused = apex.norms().get(self.norm) if config.kernels == "apex" else None
-        self.weight = self.new_parameter("weight", InitSpec(Placement((width,)), mean=1.0))
-        self.bias = self.optional_parameter("bias", InitSpec(Placement((width,))), config.bias and self.biased)
+        self.weight = self.declared(table, "weight")
+        self.bias = self.optional(table, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
@@ -130,11 +123,11 @@ class Norm(TensorParallelModule):
 class ProjectionNorm(TensorParallelModule):
     """RMSNorm over all heads of a projection, which are split over ``tp``: [T, B, H, D] -> the same."""
 
-    def __init__(self, config: ModelConfig, heads: int, tp: Axis):
+    def __init__(self, config: ModelConfig, table: Table, tp: Axis):
         super().__init__(tp)
         self.eps = config.norm_eps
-        self.width = heads * config.head_width
-        self.weight = self.new_parameter("weight", InitSpec(Placement((self.width,), 0), mean=1.0))
+        self.width = table.weights["weight"].size
+        self.weight = self.declared(table, "weight")
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, B, H, D] of this process's heads -> the same."""
@@ -147,24 +140,21 @@ class ProjectionNorm(TensorParallelModule):
 class XIELU(TensorParallelModule):
     """xIELU (Huang and Schlag 2024): quadratic above 0, exponential and linear below, with two weights a layer."""
 
-    BETA = 0.5  # slope at 0
-    INITIAL = 0.8  # of both alphas
-    EPS = -1e-6  # as in transformers; makes the result at 0 nonzero, which norms of zero rows amplify
+    EPS = -1e-6  # as in transformers: not 0 at 0, which norms of zero rows amplify
 
-    def __init__(self, tp: Axis):
+    def __init__(self, table: Table, tp: Axis):
         super().__init__(tp)
-        initial = dict(alpha_p=self.INITIAL, alpha_n=self.INITIAL - self.BETA)
-        specs = {name: InitSpec(Placement((1,)), mean=math.log(math.expm1(mean))) for name, mean in initial.items()}
-        self.alpha_p, self.alpha_n = (self.new_parameter(name, spec) for name, spec in specs.items())
+        self.alpha_p = self.declared(table, "alpha_p")
+        self.alpha_n = self.declared(table, "alpha_n")
 
     def forward(self, x: Tensor) -> Tensor:
         """[...] -> [...]."""
-        above = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
-        below = self.BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
+        above: Tensor = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
+        below = XIELU_BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
         grown = torch.expm1(x.clamp(max=0))
         grown = grown + (torch.expm1(x.clamp(max=self.EPS)) - grown).detach()  # without the jump of its slope
-        low = (grown - x) * below + self.BETA * x
-        return torch.where(x > 0, above * x * x + self.BETA * x, low)
+        low = (grown - x) * below + XIELU_BETA * x
+        return torch.where(x > 0, above * x * x + XIELU_BETA * x, low)
 
 
 class VocabParallelEmbedding(TensorParallelModule):
@@ -176,8 +166,7 @@ class VocabParallelEmbedding(TensorParallelModule):
         self.vocab_size = config.vocab_size
         # sqrt(hidden) as in Vaswani et al. 2017 and Gemma
         self.scale = config.embed_multiplier * (config.hidden**0.5 if config.embed_scale else 1.0)
-        placement = Placement((config.padded_vocab, config.hidden), 0)
-        self.weight = self.new_parameter("weight", InitSpec.normal(placement, config.init_std, generator))
+        self.weight = self.declared(weights.vocabulary(config), "weight", generator)
         self.rows: Tensor | None = None
         """The weight in the compute type, without a gradient, if an engine casts it once a step."""
 
@@ -199,16 +188,14 @@ class VocabParallelEmbedding(TensorParallelModule):
 class MLP(nn.Module):
     """[t, B, C] -> [t, B, C]. If gated, ``up`` holds the rows of the gate, then the rows of the up projection."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, width: int | None = None):
-        """``width``: inner width; None: model.ffn."""
+    def __init__(self, config: ModelConfig, table: Table, generator: torch.Generator, tp: Axis):
+        """``table``: of weights.mlp()."""
         super().__init__()
         self.kind = config.activation
-        inner = width or config.ffn_width
-        bias = config.biases[2]
-        self.activation = XIELU(tp) if config.activation == "xielu" else ACTIVATIONS[config.activation]
-        branches = 1 + config.gated
-        self.up = ColumnLinear(config, inner * branches, bias, generator, tp, parts=branches)
-        self.down = RowLinear(config, inner, bias, generator, tp)
+        learned = table.parts.get("activation")
+        self.activation = XIELU(learned, tp) if learned else ACTIVATIONS[config.activation]
+        self.up = ColumnLinear(table.parts["up"], generator, tp)
+        self.down = RowLinear(table.parts["down"], generator, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, B, C] -> [t, B, C]."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpclm.model import count
 from hpclm.model.compiled import Compilation
-from hpclm.model.gpt import Head, LogitShape
+from hpclm.model.head import Head, LogitShape
 from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
 from hpclm.parallel.main_gradients import add_product
 from hpclm.parallel.mesh import Axis

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpclm.config import ModelConfig, rope
+from hpclm.config import ModelConfig
+from hpclm.config.rope import RopeConfig, parsed
 from hpclm.parallel.mesh import SINGLE, Axis
 
 FAIRSEQ_FIRST = 2  # fairseq counts positions from padding_idx + 1 = 2
@@ -23,19 +24,10 @@ Rates = tuple[Tensor, float]
 class PositionKind(NamedTuple):
     """How a model encodes positions."""
 
-    learned: bool = False
-    """A table of weights is added to the embeddings."""
     table: Callable[[int, int], Tensor] | None = None
     """(context, hidden) -> table to add to the embeddings."""
-    rotary: bool = False
-    """Queries and keys are rotated."""
     slopes: Callable[..., Tensor] | None = None
     """(heads, device, tp) -> [H] slopes: scores fall by slope x distance."""
-
-
-def rotates(config: ModelConfig, layer: str) -> bool:
-    """Whether layers of kind ``layer`` rotate queries and keys."""
-    return POSITIONS[config.positions].rotary and "nope" not in layer
 
 
 def alibi_slopes(heads: int, device: torch.device, tp: Axis = SINGLE) -> Tensor:
@@ -57,14 +49,14 @@ def alibi(heads: int, length: int, device: torch.device, tp: Axis = SINGLE, slop
 
 
 def rotary(
-    positions: Tensor, config: ModelConfig, layer: str = "full", length: int = 0, rates: Rates | None = None
+    positions: Tensor, config: ModelConfig, rope: RopeConfig, length: int = 0, rates: Rates | None = None
 ) -> tuple[Tensor, Tensor]:
     """[T, B] positions -> cosines and sines [T, B, 1, rotated features] (Su et al. 2021, the half-rotation of Llama).
 
-    ``layer``: kind of the layers. ``length``: length of the sequences, on which some scalings depend. ``rates``: rotary_rates(),
-    if already computed.
+    ``rope``: of the layer. ``length``: of the sequences, on which some scalings depend. ``rates``: rotary_rates(), if already
+    computed.
     """
-    rate, factor = rates or rotary_rates(config, layer, length, positions.device)
+    rate, factor = rates or rotary_rates(config, rope, length, positions.device)
     # fp32 for any activations: an angle of a thousand radians has no fraction left in bf16
     angles = positions[..., None, None].float() * rate
     angles = torch.cat([angles, angles], -1)
@@ -73,15 +65,9 @@ def rotary(
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rotary_rates(config: ModelConfig, layer: str, length: int, device: torch.device) -> Rates:
-    """The frequencies of a kind of layers, and the factor of their cosines and sines."""
-    base = config.rope.base
-    scaling = config.rope.scaling
-    if config.attention.window_of(layer) is not None:
-        base = config.rope.window_base or base
-        if not config.rope.window_scaled:
-            scaling = {}
-    return frequencies(config.rotated, base, scaling, config.context, length, device)
+def rotary_rates(config: ModelConfig, rope: RopeConfig, length: int, device: torch.device) -> Rates:
+    """The frequencies of a layer with ``rope``, and the factor of their cosines and sines."""
+    return frequencies(config.rotated, rope.base, rope.scaling, config.context, length, device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -113,7 +99,7 @@ def frequencies(
 
     ``length``: tokens of the sequences, for scalings that depend on it (dynamic, longrope). ``context``: model.context.
     """
-    given = rope.parsed(scaling)
+    given = parsed(scaling)
     kind = given.get("rope_type")
     factor = given.get("factor", 1.0)
     original = given.get("original_max_position_embeddings", context)
@@ -141,7 +127,7 @@ def scaling_length(scaling: Mapping[str, str], context: int, length: int) -> int
     kind = scaling.get("rope_type")
     if kind not in ("dynamic", "longrope"):
         return 0
-    original: int = rope.parsed(scaling).get("original_max_position_embeddings", context)
+    original: int = parsed(scaling).get("original_max_position_embeddings", context)
     if length <= original:
         return 0
     return length if kind == "dynamic" else math.floor(original) + 1
@@ -191,9 +177,9 @@ def _llama3(plain: Tensor, original: int, given: Mapping[str, Any]) -> Tensor:
 
 
 POSITIONS = {
-    "learned": PositionKind(learned=True),
+    "learned": PositionKind(),
     "sinusoidal": PositionKind(table=sinusoids),
-    "rope": PositionKind(rotary=True),
+    "rope": PositionKind(),
     "alibi": PositionKind(slopes=alibi_slopes),
     "none": PositionKind(),
 }

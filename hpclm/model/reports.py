@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.metric_names import is_reserved
-from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.model.context import LayerContext
 from hpclm.parallel.micro_batch import add
 
 
-def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: bool = False) -> None:
+def report(context: LayerContext, name: str, values: Tensor, by_layer: bool = False) -> None:
     """Report the mean of ``values`` under ``name``. ``values``: [t, B], one for each of the block's tokens, or a single value for all
     tokens, such as the mean of a gate.
 
@@ -23,18 +23,18 @@ def report(metadata: AttentionMetadata, name: str, values: Tensor, by_layer: boo
     summed; with ``by_layer`` each gets its own name, ``name/block3``. Reports outside training are ignored. ConfigError for another
     shape, and for the name of one of hpclm's metrics.
     """
-    if metadata.reports is not None and metadata.weights is not None:
+    if context.reports is not None and context.weights is not None:
         check_name(name)
         if values.ndim == 0:
-            values = values.expand(metadata.weights.shape)
-        if values.shape != metadata.weights.shape:
+            values = values.expand(context.weights.shape)
+        if values.shape != context.weights.shape:
             raise ConfigError(
                 f"report({name!r}): values of shape {list(values.shape)}; pass one value for each token, "
-                f"{list(metadata.weights.shape)}, or a single value"
+                f"{list(context.weights.shape)}, or a single value"
             )
         key = f"{name}/" if by_layer else name
-        total = (values.detach().float() * metadata.weights).sum()
-        add(metadata.reports.values, {key: total})
+        total = (values.detach().float() * context.weights).sum()
+        add(context.reports.values, {key: total})
 
 
 def check_name(name: str) -> None:
@@ -45,17 +45,17 @@ def check_name(name: str) -> None:
         )
 
 
-def add_loss(metadata: AttentionMetadata, x: Tensor, name: str, values: Tensor, coefficient: float) -> Tensor:
+def add_loss(context: LayerContext, x: Tensor, name: str, values: Tensor, coefficient: float) -> Tensor:
     """``x``, whose backward pass adds the gradient of ``coefficient`` x the mean of ``values`` [t, B]. The block must use the returned
     tensor.
 
     The mean without the coefficient is reported under ``name``, and does not enter the logged loss. ``x`` is any activation on the path
     to the block's result; it must have a gradient.
     """
-    report(metadata, name, values)
-    if metadata.weights is None or not torch.is_grad_enabled():
+    report(context, name, values)
+    if context.weights is None or not torch.is_grad_enabled():
         return x
-    return _WithLoss.apply(x, coefficient * (values.float() * metadata.weights).sum())
+    return _WithLoss.apply(x, coefficient * (values.float() * context.weights).sum())
 
 
 class _WithLoss(torch.autograd.Function):

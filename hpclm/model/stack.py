@@ -13,23 +13,26 @@ from torch.utils.checkpoint import checkpoint
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
+from hpclm.config.layer import Layer
 from hpclm.config.model import BLOCKS
 from hpclm.model import init
-from hpclm.model.attention.layout import AttentionMetadata, Layouts, Reports
+from hpclm.model.attention.layout import Layouts
 from hpclm.model.cache import KeyValueCache
 from hpclm.model.compiled import Compilation, StackCompilation, compile_layers
+from hpclm.model.context import LayerContext, Reports
 from hpclm.model.dropout import LayerSeeds
-from hpclm.model.experts import ExpertMLP
-from hpclm.model.gpt import Head, LayerSpec
+from hpclm.model.expert_mlp import ExpertMLP
+from hpclm.model.head import Head
 from hpclm.model.init import InitSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.offload import ActivationOffload, Streams
+from hpclm.model.spec import LayerSpec
 from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 from hpclm.parallel.placement import Placement
 
-WrapLayer = Callable[[str, nn.Module], nn.Module]
-"""Called with each layer's name and module after it is built, usually on the meta device; returns the layer to use."""
+WrapLayer = Callable[[LayerSpec, nn.Module], nn.Module]
+"""Called with each layer's spec and module right after it is built: places, shards or wraps the layer, and returns its replacement."""
 
 
 class Execution(NamedTuple):
@@ -68,7 +71,10 @@ class Stack(nn.Module):
         self.recompute_every = execution.recompute_every
         self.offload = execution.offload
         self.compilation = StackCompilation((tp, cp))
-        self.layouts = Layouts(config, dtype, [spec.kind for spec in specs], (tp, cp), self.compilation)
+        blocks = [spec.layer for spec in specs if spec.layer] or config.blocks[:1]
+        self.first = blocks[0]
+        """The block whose positions other layers see too."""
+        self.layouts = Layouts(config, dtype, blocks, (tp, cp), self.compilation)
         self.seeds = LayerSeeds(config, specs[-1].number + 1, tp, cp, self.compilation)
         self._streams: Streams | None = None
         """CUDA streams that copy activations to the CPU and back."""
@@ -87,7 +93,7 @@ class Stack(nn.Module):
                 }
                 self.init_specs |= {f"{spec.name}.{name}": initial for name, initial in init.uninitialized(layer)}
                 # placed and sharded one by one: a model too large for one process is never built whole
-                self.layers[spec.name] = wrap(spec.name, layer)
+                self.layers[spec.name] = wrap(spec, layer)
 
     def forward(self, batch: MicroBatch, x: Tensor | None = None, cache: KeyValueCache | None = None) -> ModelOutput:
         """Run the micro-batch. ``x`` [t, B, C]: output of the previous stage, if any. ``cache``: earlier keys and values in generation."""
@@ -104,7 +110,7 @@ class Stack(nn.Module):
             self._streams = Streams(batch.tokens.device)
         offload = ActivationOffload(self._streams) if self._streams else None
         for group in groups(self.specs, self.recompute_every):
-            with offload.next_block() if offload and group[0].name.startswith("block") else nullcontext():
+            with offload.next_block() if offload and group[0].layer else nullcontext():
                 if group[0].recompute and self.training and torch.is_grad_enabled():
                     # random numbers are seeded, so that recomputation draws the same
                     output = checkpoint(
@@ -126,15 +132,20 @@ class Stack(nn.Module):
         return head
 
     @property
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The blocks by name."""
+        return {spec.name: self.layers[spec.name] for spec in self.specs if spec.layer}
+
+    @property
     def compilations(self) -> list[Compilation]:
         """All compilations of this stack, failed ones included."""
         return [*self.compilation.tried, *self.loss.compilations]
 
     def compile_blocks(self, whole: bool = True, replicas: Axis = SINGLE) -> None:
         """Compile the blocks and the other layers between embedding and loss; if ``whole``, each as one graph. ``replicas``: ranks that
-        reduce gradients in the order of their backward passes, and so must compile the same graphs in the same order. This holds for
-        hpclm's own blocks and micro-batches of one shape."""
-        names = [name for name in self.layers if name.startswith("block") or name in ("entry", "norm")]
+        reduce gradients in the order of their backward passes, and so must run the same code. They must compile the same graphs in the
+        same order, as they do for hpclm's own blocks and micro-batches of one shape."""
+        names = [spec.name for spec in self.specs if spec.layer or spec.name in ("entry", "norm")]
         foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         for module in self.modules():
             if isinstance(module, ExpertMLP) and module.runs_uncompiled(self.dtype):
@@ -167,12 +178,12 @@ class Stack(nn.Module):
                 buffer.copy_(tensors[f"{spec.name}.{name}"])
 
     def _run(
-        self, specs: list[LayerSpec], x: Any, layouts: dict[str, AttentionMetadata], keys: list[Tensor] | None
+        self, specs: list[LayerSpec], x: Any, layouts: dict[Layer, LayerContext], keys: list[Tensor] | None
     ) -> ModelOutput:
-        """Run ``x`` through consecutive layers. ``layouts``: by kind of layer; ``keys``: see LayerSeeds.keys()."""
+        """Run ``x`` through consecutive layers. ``layouts``: of each block; ``keys``: see LayerSeeds.keys()."""
         scalars: dict[str, Tensor] = {}
         for spec in specs:
-            given = layouts[spec.kind]
+            given = layouts[spec.layer or self.first]
             reports = Reports()  # of this layer, which may be compiled: never filled before it runs
             if self.training and given.weights is not None:
                 given = given._replace(reports=reports)

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpclm.config import ModelConfig, OptimConfig
-from hpclm.config.model import BLOCKS
+from hpclm.config import OptimConfig
 from hpclm.config.optimizers import block_matrix
 from hpclm.optim.adamw import AdamW, Scaled, bare, groups
 from hpclm.optim.optimizers import Matrix, Weight, WholeMatrices
+from hpclm.parallel.placement import Fused
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-Parts = tuple[int, tuple[int, ...]]
-"""Row layout of a fused weight: number of groups, and the rows of each matrix in a group."""
 
 
 class Muon(Scaled, torch.optim.Optimizer):
@@ -40,11 +38,13 @@ class Muon(Scaled, torch.optim.Optimizer):
         self.adamw.state = self.state
         self._group = {p: group for group in matrix_groups for p in group["params"]}
 
-    def share(self, exchange: WholeMatrices, model: ModelConfig) -> None:
+    def share(self, exchange: WholeMatrices) -> None:
         """Work on whole matrices through ``exchange``."""
         self.exchange = exchange
-        self.parts = [parts_of(matrix.weight.name, model) if self.optim.split else None for matrix in exchange.matrices]
-        """For each matrix: the matrices that are fused in it; None if it is a single matrix."""
+
+    def _parts(self, matrix: Matrix) -> Fused:
+        """The matrices that are orthogonalised one by one."""
+        return (matrix.fused if self.optim.split else None) or Fused(1, (matrix.shape[0],))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -80,25 +80,23 @@ class Muon(Scaled, torch.optim.Optimizer):
     def _orthogonal(self, number: int, update: Tensor) -> Tensor:
         """[A, B] update -> [A, B]: the nearest orthogonal matrix, or the nearest one of each part."""
         steps = self.optim.newton_schulz_steps
-        (count, sizes) = self.parts[number] or (1, (len(update),))
+        parts = self._parts(self.exchange.matrices[number])
         out = []
-        for part in update.unflatten(0, (count, -1)).split(sizes, 1):
+        for part in update.unflatten(0, (parts.groups, -1)).split(parts.rows, 1):
             matrix = newton_schulz(part.flatten(0, 1), steps)
-            factor = self._ratio(matrix.shape) / self._ratio((count * sizes[0], matrix.shape[1]))
-            if factor != 1.0:
-                matrix = matrix * factor
-            out.append(matrix.unflatten(0, (count, -1)))
+            factor = self._ratio(matrix.shape) / self._ratio((parts.groups * parts.rows[0], matrix.shape[1]))
+            out.append((matrix if factor == 1.0 else matrix * factor).unflatten(0, (parts.groups, -1)))
         return torch.cat(out, 1).flatten(0, 1)
 
     def _apply(self, number: int, direction: Tensor, skipped: Tensor) -> None:
         """Decay a matrix's values, and move them in ``direction``."""
         matrix = self.exchange.matrices[number]
         parameter = matrix.of(matrix.weight.parameter)
-        (rows, columns) = matrix.shape
+        columns = matrix.shape[1]
         group = self._group[matrix.weight.parameter]
-        (count, sizes) = self.parts[number] or (1, (rows,))
+        parts = self._parts(matrix)
         moved = parameter * (1 - group["lr"] * group["weight_decay"])
-        moved.add_(direction.view_as(moved), alpha=-group["lr"] * self._ratio((count * sizes[0], columns)))
+        moved.add_(direction.view_as(moved), alpha=-group["lr"] * self._ratio((parts.groups * parts.rows[0], columns)))
         parameter.copy_(torch.where(skipped, parameter, moved))
 
     def _ratio(self, shape: Sequence[int]) -> float:
@@ -124,20 +122,3 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
         square = x @ x.T
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def parts_of(name: str, model: ModelConfig) -> Parts | None:
-    """The matrices that a weight of hpclm's own blocks fuses: queries, keys and values of each key/value head, or gate and up."""
-    if model.block not in BLOCKS:
-        return None
-    per_group = model.attention.heads // model.attention.groups
-    width = model.head_width
-    fused: dict[str, Any] = {"attention.qkv.weight": (model.attention.groups, (per_group * width, width, width))}
-    if model.gated:
-        widths = {
-            "up.weight": model.ffn_width,
-            "experts.up": model.expert_width,
-            "shared.up.weight": model.experts.shared_ffn,
-        }
-        fused |= {f"mlp.{part}": (1, (width, width)) for part, width in widths.items()}
-    return fused.get(name.partition(".")[2])

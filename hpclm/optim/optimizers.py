@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpclm.base import registry
 from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, dimensions
+from hpclm.parallel.placement import Fused
 
 if TYPE_CHECKING:
     import torch
 
-    from hpclm.config import ModelConfig, OptimConfig
+    from hpclm.config import OptimConfig
 
 
 class Weight(Protocol):
@@ -36,6 +37,8 @@ class Matrix:
 
     weight: Weight
     shape: tuple[int, ...]
+    fused: Fused | None = None
+    """The matrices that it fuses along its rows; None: it is a single one."""
     run: slice | None = None
     """The matrix's values within this process's flattened values of the weight; None: all."""
 
@@ -71,9 +74,9 @@ class WholeMatrices(Protocol):
 class MatrixOptimizer(Protocol):
     """An optimizer that updates some weights as whole matrices, chosen by its row in OPTIMIZERS."""
 
-    def share(self, exchange: WholeMatrices, model: "ModelConfig") -> None:
-        """Called once, before the first step. ``exchange`` has these weights in the optimizer's order. A stack of
-        experts appears as the matrices of this process's experts."""
+    def share(self, exchange: WholeMatrices) -> None:
+        """Called once, before the first step. ``exchange`` has these weights in the optimizer's order. The matrices of this
+        process's experts take the place of a stack."""
 
 
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpclm.base.errors import ConfigError
-from hpclm.config import ModelConfig, OptimConfig
+from hpclm.config import OptimConfig
 from hpclm.config.optimizers import Shape, State, StateTensor, dimensions, stacked
 from hpclm.optim.maker import UserOptimizerMaker
 
@@ -301,7 +301,7 @@ def _optimizer(maker: UserOptimizerMaker, weights: Sequence[ToyWeight], optim: O
         )
     if maker.shares and maker.whole:
         matrices = [weight for weight in weights if maker.whole(weight.name, weight.shape)]
-        optimizer.share(LocalExchange(matrices), ModelConfig())  # type: ignore[attr-defined]
+        optimizer.share(LocalExchange(matrices))  # type: ignore[attr-defined]
     return optimizer
 
 

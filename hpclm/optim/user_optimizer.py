@@ -30,7 +30,7 @@ from hpclm.optim.optimizers import Weight, WholeMatrices
 from hpclm.optim.trial import OptimizerTrial, copied
 
 if TYPE_CHECKING:
-    from hpclm.config import ModelConfig
+    pass
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _load(name: str, arguments: str) -> LoadedOptimizer:
     maker = UserOptimizerMaker(name, source, getattr(source, "matrices", None))
     if maker.whole and maker.groups_weights and not maker.shares:
         raise ConfigError(
-            f"optim.name={name} declares `matrices` and is called with (weights, optim), so it needs a method share(exchange, model) that gathers "
+            f"optim.name={name} declares `matrices` and is called with (weights, optim), so it needs a method share(exchange) that gathers "
             "them; hpclm gathers matrices only for classes called with parameter groups, like those of torch.optim"
         )
     tried = trial.measure(maker, optim)
@@ -83,7 +83,7 @@ def _load(name: str, arguments: str) -> LoadedOptimizer:
     if group_state and maker.whole and not maker.shares:
         raise ConfigError(
             f"optim.name={name} changes {', '.join(group_state)} of its parameter groups and declares `matrices`: hpclm updates matrices one by "
-            "one, so such a number is undefined; keep it in the state of each weight, or write share(exchange, model)"
+            "one, so such a number is undefined; keep it in the state of each weight, or write share(exchange)"
         )
     kind = OptimizerKind(
         name, "of your own", _state_of(maker, tried), group_state=group_state, matrices=maker.whole, family=name
@@ -153,9 +153,9 @@ class UserOptimizer(torch.optim.Optimizer):
         self._initial = {parameter: dict(kept) for parameter, kept in inner.state.items()}
         """State that some optimizers have before the first update of a weight."""
 
-    def share(self, exchange: WholeMatrices, model: "ModelConfig") -> None:
-        """Let ``inner`` gather matrices through ``exchange``; see MatrixOptimizer."""
-        self.inner.share(exchange, model)  # type: ignore[attr-defined]
+    def share(self, exchange: WholeMatrices) -> None:
+        """See MatrixOptimizer."""
+        self.inner.share(exchange)  # type: ignore[attr-defined]
 
     def step(self, closure: Any = None) -> Any:
         """One update, without a closure; counts steps of weights if ``inner`` does not."""
@@ -261,7 +261,7 @@ class MatrixwiseOptimizer(UserOptimizer):
             for group, weights_of in zip(self.of_class, of_weights, strict=True)
         ]
 
-    def share(self, exchange: WholeMatrices, model: "ModelConfig") -> None:
+    def share(self, exchange: WholeMatrices) -> None:
         """Gather matrices through ``exchange``."""
         self.exchange = exchange
 

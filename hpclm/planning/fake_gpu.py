@@ -140,7 +140,7 @@ def fake_gpu(rank: int, world: int) -> Iterator[CallCounter]:
             opened.enter_context(mock.patch(f"torch.{name}", value))
         opened.enter_context(mock.patch.object(Tensor, "is_cuda", property(lambda tensor: True), create=True))
         opened.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for user in ("parallel.dispatch", "model.experts"):
+        for user in ("parallel.dispatch", "model.expert_mlp"):
             opened.enter_context(mock.patch(f"hpclm.{user}.on_host", partial(evenly, counter)))
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), counter, OnTheCPU()):
             opened.enter_context(mode)

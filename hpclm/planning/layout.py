@@ -1,12 +1,15 @@
 """The parallel layout of a run, and the contents of each pipeline stage."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from hpclm.config import ModelConfig, RunConfig
-from hpclm.model import count
-from hpclm.parallel.balance import balanced
+from hpclm.config.layer import Layer
+from hpclm.model import count, weights
+from hpclm.model.weights import Weight
+from hpclm.parallel.partition import balanced
 
 
 @dataclass(frozen=True)
@@ -95,26 +98,25 @@ class Stage:
     """The layers on one rank of the pipeline."""
 
     index: int
-    blocks: int
+    blocks: tuple[Layer, ...]
     first: bool
     """Whether it has the embedding."""
     last: bool
     """Whether it has the head and the loss."""
-    with_experts: int = 0
-    """Number of blocks with experts."""
+
+    @cached_property
+    def kinds(self) -> Mapping[Layer, int]:
+        """The different blocks, and how many of each there are."""
+        return Counter(self.blocks)
+
+    def total(self, of_block: Callable[[Layer], float]) -> float:
+        """Sum of ``of_block`` over all blocks."""
+        return sum(number * of_block(layer) for layer, number in self.kinds.items())
 
     @property
-    def kinds(self) -> tuple[bool, ...]:
-        """Kinds of blocks in this stage: True with experts, False without."""
-        return tuple(kind for kind in (False, True) if self.count(kind))
-
-    def count(self, with_experts: bool) -> int:
-        """Number of blocks with experts, or without experts."""
-        return self.with_experts if with_experts else self.blocks - self.with_experts
-
-    def total(self, of_block: Callable[[bool], float]) -> float:
-        """Sum of ``of_block`` over all blocks. Its argument is whether a block has experts."""
-        return sum(self.count(kind) * of_block(kind) for kind in self.kinds)
+    def with_experts(self) -> int:
+        """Number of blocks with experts."""
+        return sum(layer.experts is not None for layer in self.blocks)
 
 
 def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
@@ -123,34 +125,27 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     held = _blocks(model, size * layout.chunks, layout)
     mine = [[layer for part in held[i::size] for layer in part] for i in range(size)]
     return tuple(
-        Stage(i, len(layers), i == 0, i == size - 1, sum(map(model.experts.in_layer, layers)))
-        for i, layers in enumerate(mine)
+        Stage(i, tuple(model.blocks[layer] for layer in layers), i == 0, i == size - 1) for i, layers in enumerate(mine)
     )
 
 
 def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]:
     table = model.hidden * model.padded_vocab
-    kinds = [model.experts.in_layer(layer) for layer in range(model.layers)]
+    first: float = 0
+    last: float = 0
     if layout.partition == "blocks":
-        first = 0
-        last = 0
-        cost = {False: 1, True: 1}
+        cost = dict.fromkeys(model.blocks, 1.0)
     elif layout.partition == "time":
         # attention counts too, and the embedding takes almost no time
         core = model.attention_width * model.context
-        first = 0
         last = table
-        cost = {kind: count.active_block(model, kind) + core for kind in (False, True)}
+        cost = {layer: count.active_block(model, layer) + core for layer in set(model.blocks)}
     else:
-        first = count.embedding(model)
-        last = table + count.norm(model)
-        cost = {kind: count.block(model, kind) - kind * _elsewhere(model, layout) for kind in (False, True)}
-    return _divided((first, *(cost[kind] for kind in kinds), last), parts)
-
-
-def _elsewhere(model: ModelConfig, layout: Layout) -> int:
-    """Parameters of a block's experts on other data-parallel ranks."""
-    return count.experts(model) - count.experts(model) // layout.expert
+        undivided = replace(layout, tensor=1)
+        first = sum(weight.size for _, weight in weights.before_blocks(model))
+        last = table + sum(weight.size for _, weight in weights.norm(model, model.hidden))
+        cost = {layer: block(model, undivided, layer) for layer in set(model.blocks)}
+    return _divided((first, *(cost[layer] for layer in model.blocks), last), parts)
 
 
 @lru_cache(maxsize=512)
@@ -164,30 +159,38 @@ def _divided(costs: tuple[float, ...], parts: int) -> tuple[range, ...]:
 
 def parameters(model: ModelConfig, layout: Layout, stage: Stage) -> float:
     """Parameters of one GPU of a stage; a tied embedding counts twice if first and last stage differ."""
-    return outside_experts(model, layout, stage) + experts(model, layout) * stage.with_experts
+    return outside_experts(model, layout, stage) + experts(model, layout, stage)
 
 
 def outside_experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
     """Parameters of one GPU of a stage that do not belong to experts."""
-    table = model.padded_vocab * model.hidden
-    ends = stage.first * count.embedding(model) + stage.last * count.norm(model)
-    if stage.last and not (model.tied and stage.first):
-        ends += table
-    whole = count.unsplit(model, stage.blocks, stage.first, stage.last, stage.with_experts)
-    blocks = stage.total(lambda kind: count.block(model, kind)) - stage.with_experts * count.experts(model)
-    return (blocks + ends - whole) / layout.tensor + whole
+    blocks = stage.total(lambda layer: _held(model, layout, layer, of_experts=False))
+    return blocks + sum(weight.on(layout.tensor) for _, weight in ends(model, stage))
 
 
-def experts(model: ModelConfig, layout: Layout) -> float:
-    """Parameters of one block's experts on one GPU."""
-    whole = count.unsplit_experts(model) if layout.split_experts else count.experts(model)
-    return ((count.experts(model) - whole) / layout.tensor + whole) / layout.expert
+def ends(model: ModelConfig, stage: Stage) -> Iterator[tuple[str, Weight]]:
+    """The weights of a stage outside its blocks, by name; a tied embedding once on each stage that has it."""
+    if stage.first:
+        yield from weights.before_blocks(model)
+    if stage.last:
+        yield from weights.after_blocks(model)
+        if model.tied and not stage.first:
+            yield from ((f"tokens.{name}", weight) for name, weight in weights.vocabulary(model))
 
 
-def block(model: ModelConfig, layout: Layout, with_experts: bool) -> float:
-    """Parameters of one block on one GPU, treating all non-expert parameters as divided over tensor parallelism."""
-    outside = count.block(model, with_experts) - with_experts * count.experts(model)
-    return outside / layout.tensor + with_experts * experts(model, layout)
+def experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
+    """Parameters of the experts of a stage on one GPU."""
+    return stage.total(lambda layer: _held(model, layout, layer, of_experts=True))
+
+
+def block(model: ModelConfig, layout: Layout, layer: Layer) -> float:
+    """Parameters of one block on one GPU."""
+    return sum(_held(model, layout, layer, of_experts) for of_experts in (False, True))
+
+
+def _held(model: ModelConfig, layout: Layout, layer: Layer, of_experts: bool) -> float:
+    table = weights.of_block(model, layer, layout.split_experts)
+    return sum(w.on(layout.tensor, layout.expert) for w in table.values() if bool(w.stack) == of_experts)
 
 
 def micro_batches_held(layout: Layout, stage: Stage) -> float:

@@ -4,16 +4,19 @@ The optimizer's row in OPTIMIZERS gives the cost per matrix. hpclm.engine.matrix
 data x tensor processes of a stage works on one matrix. A x B is a matrix, with A the smaller of its sides.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 from hpclm.config import ModelConfig, OptimConfig
-from hpclm.config.optimizers import StateTensor, stacked, tensors_held
+from hpclm.config.optimizers import StateTensor, tensors_held
+from hpclm.model import weights
+from hpclm.model.weights import Weight
 from hpclm.planning import optimizer
-from hpclm.planning.layout import Layout, Stage
+from hpclm.planning.layout import Layout, Stage, ends
 
-Shape = tuple[int, int]
+Matrix = tuple[str, Weight]
+"""The name of a weight, and the weight; of a stack of experts' weights, only one of them counts."""
 UPDATING = 14
 """Bytes per value of a weight for its gradient, momentum and update, in fp32, and for the update in the type that is sent."""
 
@@ -31,104 +34,86 @@ class ExchangeCost:
     """Bytes of optimizer state not divided like its weight: the state of the matrices that a GPU works on, and replicated state."""
 
 
-def weights(model: ModelConfig, stage: Stage) -> list[tuple[str, list[Shape]]]:
-    """The two-dimensional weights of a stage: for each, its name and the matrices that it fuses."""
-    hidden = model.hidden
-    keys = model.attention.groups * model.head_width
-    attention = [
-        ("block0.attention.qkv.weight", [(model.attention_width, hidden), (keys, hidden), (keys, hidden)]),
-        ("block0.attention.out.weight", [(hidden, model.attention_width)]),
+def matrices(model: ModelConfig, stage: Stage) -> list[Matrix]:
+    """The two-dimensional weights of a stage outside the experts."""
+    return [
+        *_of_blocks(model, stage, False),
+        *((name, weight) for name, weight in ends(model, stage) if weight.is_matrix),
     ]
-    mlp = _mlp("block0.mlp", hidden, model.ffn_width, model.gated)
-    routed = [("block0.mlp.router.weight", [(model.experts.count, hidden)])]
-    if model.experts.shared_ffn:
-        routed += _mlp("block0.mlp.shared", hidden, model.experts.shared_ffn, model.gated)
-    table = [(model.padded_vocab, hidden)]
-    tables = []
-    if stage.first or (stage.last and model.tied):
-        tables.append(("tokens.weight", table))
-    if stage.last and not model.tied:
-        tables.append(("output.weight", table))
-    blocks = [*attention * stage.blocks, *mlp * stage.count(False), *routed * stage.count(True)]
-    return [*blocks, *tables]
 
 
-def _mlp(name: str, hidden: int, inner: int, gated: bool) -> list[tuple[str, list[Shape]]]:
-    up = [(inner, hidden)] * (2 if gated else 1)
-    return [(f"{name}.up.weight", up), (f"{name}.down.weight", [(hidden, inner)])]
-
-
-def experts(model: ModelConfig, layout: Layout, stage: Stage) -> list[tuple[str, list[Shape]]]:
+def of_experts(model: ModelConfig, layout: Layout, stage: Stage) -> list[Matrix]:
     """The two-dimensional weights of each expert of a stage on one process."""
-    hidden = model.hidden
-    inner = model.expert_width
-    one = [
-        ("block0.mlp.experts.up", [(inner, hidden)] * (1 + model.gated)),
-        ("block0.mlp.experts.down", [(hidden, inner)]),
-    ]
-    return one * (stage.with_experts * model.experts.count // layout.expert)
+    return [pair for pair in _of_blocks(model, stage, True) for _ in range(pair[1].stack // layout.expert)]
 
 
-def whole(parts: Sequence[Shape]) -> Shape:
-    """The shape of the weight that fuses matrices."""
-    return sum(rows for rows, _ in parts), parts[0][1]
+def _of_blocks(model: ModelConfig, stage: Stage, stacked: bool) -> Iterator[Matrix]:
+    for layer in stage.blocks:
+        for name, weight in weights.of_block(model, layer).items():
+            if weight.is_matrix and bool(weight.stack) == stacked:
+                yield f"block0.{name}", weight
 
 
-def shape(name: str, parts: Sequence[Shape]) -> tuple[int, ...]:
-    """The shape of the weight that fuses matrices; for experts, the shape of a stack of one."""
-    return (1, *whole(parts)) if stacked(name) else whole(parts)
+def shape(weight: Weight) -> tuple[int, ...]:
+    """The shape of a matrix; of a stack of experts' weights, that of a stack of one."""
+    return (1, *weight.shape[-2:]) if weight.stack else weight.shape
+
+
+def values(weight: Weight) -> int:
+    """The number of values in a matrix."""
+    return prod(weight.shape[-2:])
 
 
 def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, stage: Stage) -> ExchangeCost:
     """The cost for a GPU of a stage, at a ZeRO stage."""
     if not optimizer.kind(optim).matrices or not stage.with_experts:
-        return _exchange(weights(model, stage), layout, optim, zero)
-    every = weights(model, stage), experts(model, layout, stage)
+        return _exchange(matrices(model, stage), layout, optim, zero)
+    every = matrices(model, stage), of_experts(model, layout, stage)
     if layout.expert == 1:
         return _exchange([*every[0], *every[1]], layout, optim, zero)
     # divided experts are held by fewer processes, and have separate rounds
     rest = _exchange(every[0], layout, optim, zero)
-    of_experts = _exchange(every[1], layout.of_experts, optim, zero)
-    return ExchangeCost(
-        rest.flops + of_experts.flops,
-        rest.sent + of_experts.sent,
-        max(rest.memory, of_experts.memory),
-        rest.state + of_experts.state,
+    own = _exchange(every[1], layout.of_experts, optim, zero)
+    return Exchange(
+        rest.flops + own.flops,
+        rest.sent + own.sent,
+        max(rest.memory, own.memory),
+        rest.state + own.state,
     )
 
 
-def _exchange(every: list[tuple[str, list[Shape]]], layout: Layout, optim: OptimConfig, zero: int) -> ExchangeCost:
+def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int) -> Exchange:
     """The cost of these weights for a GPU. ``layout``: for these weights."""
     kind = optimizer.kind(optim)
-    state = {name: kind.state(name, shape(name, parts), optim) for name, parts in dict(every).items()}
+    state = {name: kind.state(name, shape(weight), optim) for name, weight in dict(every).items()}
     everywhere = sum(_bytes(tensors_held(state[name], "everywhere").values()) for name, _ in every)
     chooses = kind.matrices
-    works_on = {name for name, parts in dict(every).items() if chooses and chooses(name, shape(name, parts))}
-    every = [(name, parts) for name, parts in every if name in works_on]
+    works_on = {name for name, weight in dict(every).items() if chooses and chooses(name, shape(weight))}
+    every = [(name, weight) for name, weight in every if name in works_on]
     if not every:
         return ExchangeCost(state=everywhere)
     holders = layout.tensor * (layout.sharing if zero else 1)
     """Processes that together hold one copy of the matrices."""
     size = layout.tensor * layout.ranks
-    every.sort(key=lambda weight: -prod(whole(weight[1])) * min(whole(weight[1])))
+    every.sort(key=lambda matrix: -values(matrix[1]) * min(matrix[1].shape[-2:]))
     rounds = [every[first : first + size] for first in range(0, len(every), size)]
-    costs = {name: kind.cost(optim, parts) for name, parts in every}
-    values = sum(prod(whole(parts)) for _, parts in every) / holders
+    costs = {name: kind.cost(optim, weight.matrices) for name, weight in dict(every).items()}
+    of_each = sum(values(weight) for _, weight in every) / holders
     copies = size // holders
-    gathered = 2 * sum(max(prod(whole(parts)) for _, parts in some) for some in rounds) * (holders - 1) / holders
-    name, parts = max(every, key=lambda weight: prod(whole(weight[1])))
-    largest = prod(whole(parts))
+    gathered = 2 * sum(max(values(weight) for _, weight in some) for some in rounds) * (holders - 1) / holders
+    name, weight = max(every, key=lambda matrix: values(matrix[1]))
+    largest = values(weight)
     element = costs[name].element
     # the gathered pieces, the matrix, and intermediate results
     working = element * (1 + (holders > 1)) * largest + costs[name].scratch
-    moved = max(sum(prod(whole(parts)) for _, parts in some) for some in rounds) / holders
+    moved = max(sum(values(weight) for _, weight in some) for some in rounds) / holders
     kept = [
         sum(_bytes(tensors_held(state[some[slot][0]], "matrix").values()) for some in rounds if slot < len(some))
         for slot in range(size)
     ]
     return ExchangeCost(
         flops=sum(max(costs[name].flops for name, _ in some) for some in rounds),
-        sent=element * (gathered + values * (copies - 1) / copies),
+        sent=element * (gathered + of_each * (copies - 1) / copies),
         memory=element * moved + max(UPDATING * largest / holders, working),
         state=everywhere + max(kept),
     )

@@ -9,10 +9,12 @@ from dataclasses import dataclass, fields
 from math import ceil
 
 from hpclm.config import ModelConfig
+from hpclm.config.experts import ExpertsConfig
+from hpclm.config.layer import Layer
 from hpclm.model import count
 from hpclm.planning.engines import EngineCosts
 from hpclm.planning.layout import Layout, Stage, block, micro_batches_held, outside_experts, parameters, stages
-from hpclm.planning.layout import experts as of_experts
+from hpclm.planning.layout import experts as experts_of
 from hpclm.planning.matrices import exchange
 
 PROCESS = 3 * 2**30
@@ -59,13 +61,13 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     of the last block, or while the optimizer works on whole matrices."""
     weight_count = parameters(model, layout, stage)
     plain = outside_experts(model, layout, stage)
-    expert = stage.with_experts * of_experts(model, layout)
+    expert = experts_of(model, layout, stage)
     experts_sharing = layout.of_experts.sharing
     weights, gradients, optimizer = (
         part.on(layout.sharing) * plain + part.on(experts_sharing) * expert
         for part in (costs.weights, costs.gradients, costs.optimizer)
     )
-    of_others = weight_count - stage.total(lambda kind: block(model, layout, kind))
+    of_others = weight_count - stage.total(lambda layer: block(model, layout, layer))
     optimizer += costs.outside * of_others / (layout.sharing if costs.zero else 1)
     optimizer += costs.of_experts * expert / (experts_sharing if costs.zero else 1)
     if costs.deferred and layout.accumulation > 1:
@@ -75,7 +77,7 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     table = model.padded_vocab * model.hidden / layout.tensor
     rows = min(costs.loss_chunk or count.loss_chunk(tokens, model.padded_vocab // layout.tensor, costs.memory), tokens)
     several = rows < tokens
-    largest = max(block(model, layout, kind) for kind in stage.kinds)
+    largest = max(block(model, layout, layer) for layer in stage.kinds)
     # the loss holds its inputs, which tensor-parallel ranks gather, and their gradient; over several chunks it sums
     # gradients
     of_loss = stage.last * tokens * model.hidden * costs.element * (2 + (layout.tensor > 1) / layout.tensor)
@@ -84,9 +86,9 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     if not several:  # all gradients of the logits exist at once, because they give the table's gradient
         logits = max(logits, 2 * costs.element * entries + costs.table_at_once * stage.last * table)
     copied = copies(model, layout, costs, stage)
-    in_backward = held + max(working(model, layout, costs, kind) for kind in stage.kinds)
+    in_backward = held + max(working(model, layout, costs, layer) for layer in stage.kinds)
     # gradients of the previous block are still being reduced when its activations are free
-    saved = [block_activations(model, layout, costs, kind) for kind in stage.kinds]
+    saved = [block_activations(model, layout, costs, layer) for layer in stage.kinds]
     freed = 0.0 if layout.recompute == "full" else max(saved)
     prefetched = costs.gathered.sharded * largest
     prefetched += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
@@ -106,34 +108,34 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
 def copies(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
     """Cast or gathered weights while one block computes, and buckets."""
     weight_count = parameters(model, layout, stage)
-    sizes = {kind: block(model, layout, kind) for kind in stage.kinds}
+    sizes = {layer: block(model, layout, layer) for layer in stage.kinds}
     others = stage.total(sizes.__getitem__) - max(sizes.values())
     at_once = max(weight_count - others, min(weight_count, costs.kept))
     gathered = costs.gathered.replicated * weight_count + costs.gathered.sharded * at_once
     return gathered + casts(model, layout, costs, stage) + costs.buckets
 
 
-def working(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts: bool) -> float:
+def working(model: ModelConfig, layout: Layout, costs: EngineCosts, layer: Layer) -> float:
     """Activations of a block in its backward pass: gradients in the MLP, and recomputed activations."""
-    if with_experts:
-        rows = expert_rows(model, layout)
+    if layer.experts:
+        rows = expert_rows(model, layout, layer.experts)
         inner = model.expert_width / (layout.tensor if layout.split_experts else 1)
         size = rows * (model.hidden + inner) * costs.element
         size += layout.tokens(model) * model.hidden * costs.element / layout.tensor
     else:
         size = layout.tokens(model) * (model.hidden + model.ffn_width) * costs.element / layout.tensor
     if layout.recompute == "full":
-        size += block_activations(model, layout, costs, with_experts) * min(layout.recompute_every, model.layers)
+        size += block_activations(model, layout, costs, layer) * min(layout.recompute_every, model.layers)
     if costs.fp8:
         # the larger operand of a product, scaled in bf16 and then rounded; the weights' operands are smaller, or freed before
-        width = max(max(pair) for pair in count.linears(model, with_experts))
+        width = max(max(pair) for pair in count.linears(model, layer))
         size += 3 * layout.tokens(model) * width / layout.tensor
     return size
 
 
-def expert_rows(model: ModelConfig, layout: Layout) -> float:
-    """Rows that one GPU's experts compute in a layer: k per token, over the tokens of all tensor-parallel ranks if these split experts."""
-    return layout.tokens(model) * model.experts.per_token / (1 if layout.split_experts else layout.tensor)
+def expert_rows(model: ModelConfig, layout: Layout, experts: ExpertsConfig) -> float:
+    """Rows that one GPU's experts compute in a layer: k for each token, of all tensor-parallel ranks' tokens if those split experts."""
+    return layout.tokens(model) * experts.per_token / (1 if layout.split_experts else layout.tensor)
 
 
 def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
@@ -145,9 +147,9 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
     tokens = layout.tokens(model)
     line = tokens * model.hidden * costs.element / layout.tensor  # one activation between layers
     if layout.recompute == "full":
-        kept = ceil(stage.blocks / layout.recompute_every) * line
+        kept = ceil(len(stage.blocks) / layout.recompute_every) * line
     else:
-        kept = stage.total(lambda kind: block_activations(model, layout, costs, kind))
+        kept = stage.total(lambda layer: block_activations(model, layout, costs, layer))
     if model.positions == "alibi" and layout.context == 1:  # distances of all pairs, computed for each micro-batch
         kept += model.attention.heads * model.context**2 * costs.element / layout.tensor
     first = tokens * model.hidden * bool(model.dropout) / layout.tensor + line * model.embed_norm
@@ -158,7 +160,7 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
     return micro_batches_held(layout, stage) * kept + received
 
 
-def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, with_experts: bool = False) -> float:
+def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, layer: Layer) -> float:
     """Activations that one block saves of one micro-batch, tensor by tensor: Korthikanti et al. (2022), section 4.1.
 
     Split over tensor-parallel ranks, like all activations between layers: inputs and outputs of two norms, two dropout masks; the fused
@@ -178,11 +180,11 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, wi
     # compiled blocks save the inputs that attention and MLP gather, instead of gathering again
     norms += 2 * (layout.tensor - 1) * costs.compiled
     elements = norms * c + (queries + 2 * keys) + again + queries
-    elements += _inner(model, costs) * (model.experts.shared_ffn if with_experts else model.ffn_width)
+    elements += _inner(model, costs) * (layer.experts.shared_ffn if layer.experts else model.ffn_width)
     width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.attention.heads
     whole = 2 * keys * layout.tokens(model) * layout.context * costs.element * (layout.context > 1)  # keys and values
     kept = (layout.tokens(model) * width + whole) / layout.tensor
-    return kept + (expert_activations(model, layout, costs) if with_experts else 0.0)
+    return kept + (expert_activations(model, layout, costs, layer.experts) if layer.experts else 0.0)
 
 
 def _inner(model: ModelConfig, costs: EngineCosts) -> int:
@@ -193,7 +195,7 @@ def _inner(model: ModelConfig, costs: EngineCosts) -> int:
     return 1 if model.activation == "relu" else 2
 
 
-def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -> float:
+def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, experts: ExpertsConfig) -> float:
     """Activations that router and experts save of one micro-batch: for each token its fp32 copy and scores; for each of its k rows the
     input, the inner activations, the expert's bias if any, and positions before and after the exchange.
 
@@ -202,13 +204,13 @@ def expert_activations(model: ModelConfig, layout: Layout, costs: EngineCosts) -
     tokens = layout.tokens(model) / layout.tensor
     inner = _inner(model, costs) * model.expert_width / (layout.tensor if layout.split_experts else 1)
     row = ((1 + model.biases[2]) * model.hidden + inner) * costs.element + 8 * (2 + 2 * (layout.expert > 1))
-    return tokens * (4 * model.hidden + 4 * model.experts.count) + expert_rows(model, layout) * row
+    return tokens * (4 * model.hidden + 4 * experts.count) + expert_rows(model, layout, experts) * row
 
 
 def casts(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
     """Block weights in the compute type that autograd saves from the forward to the backward pass."""
     if layout.recompute == "full":
-        largest = max(block(model, layout, kind) for kind in stage.kinds)
-        return costs.casts * largest * min(stage.blocks, layout.recompute_every)
-    blocks = stage.total(lambda kind: block(model, layout, kind))
+        largest = max(block(model, layout, layer) for layer in stage.kinds)
+        return costs.casts * largest * min(len(stage.blocks), layout.recompute_every)
+    blocks = stage.total(lambda layer: block(model, layout, layer))
     return costs.casts * blocks * micro_batches_held(layout, stage)

@@ -7,11 +7,11 @@ ranks that divide the experts. Experts are assumed to have equal loads, and to m
 from dataclasses import dataclass, fields
 
 from hpclm.config import ModelConfig
+from hpclm.config.layer import Layer
 from hpclm.model import count
 from hpclm.node.gpus import Kind
 from hpclm.planning.engines import EngineCosts
-from hpclm.planning.layout import Layout, Stage, block, outside_experts, parameters, stages
-from hpclm.planning.layout import experts as of_experts
+from hpclm.planning.layout import Layout, Stage, block, experts, outside_experts, parameters, stages
 from hpclm.planning.matrices import exchange
 from hpclm.planning.memory import block_activations, expert_rows
 
@@ -114,15 +114,14 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
     rows = []
     for stage in stages(model, layout):
         recomputed = layout.recompute == "full"
-        collectives: float = stage.blocks * (5 + 2 * recomputed) + stage.count(False) * (5 + 2 * recomputed)
-        of_mlp = (5 + 2 * recomputed) * (model.experts.shared_ffn > 0) + (4 + 2 * recomputed) * layout.split_experts
-        collectives += stage.with_experts * of_mlp + 2 * (stage.first + stage.last)
+        collectives = stage.total(lambda layer: _collectives(layout, layer)) + 2 * (stage.first + stage.last)
         if costs.fp8:  # attention and MLP each gather their inputs in one byte in the forward pass
-            gathers = stage.total(lambda kind: len(count.linears(model, kind)) / 2)
+            gathers = stage.total(lambda layer: len(count.linears(model, layer)) / 2)
             collectives -= _in_fp8(stage) * gathers * (1 + recomputed) / 2
         # each tensor-parallel rank with a whole expert has a part of its gradient, from other tokens
-        of_wholes = 0 if layout.split_experts else 8 * _all_experts(model, layout, stage)
-        moved = stage.with_experts * (4 + 2 * recomputed) * expert_rows(model, layout) * model.hidden * costs.element
+        of_wholes = 0 if layout.split_experts else 8 * experts(model, layout, stage)
+        rows_moved = stage.total(lambda layer: expert_rows(model, layout, layer.experts) if layer.experts else 0.0)
+        moved = (4 + 2 * recomputed) * rows_moved * model.hidden * costs.element
         pipeline = 0.0
         if layout.pipeline > 1:
             pipeline = line / t * m * (2 * layout.chunks - stage.first - stage.last)
@@ -130,14 +129,14 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
                 pipeline += 4 * model.hidden * model.padded_vocab / t * (stage.first or stage.last)
         held = [
             (layout, outside_experts(model, layout, stage)),
-            (layout.of_experts, _all_experts(model, layout, stage)),
+            (layout.of_experts, experts(model, layout, stage)),
         ]
         each_time = costs.zero >= 2 and not costs.deferred
         per_gradient = 2 * costs.reduced * (m if each_time and costs.reduced < 4 else 1)
         rows.append(
             Volume(
                 (t - 1) / t * (collectives * line * m + of_wholes),
-                stage.blocks * (2 + (layout.recompute != "none")) * (layout.context - 1) * keys * m,
+                len(stage.blocks) * (2 + (layout.recompute != "none")) * (layout.context - 1) * keys * m,
                 (layout.expert - 1) / layout.expert * moved * m,
                 pipeline,
                 sum(_with_replicas(model, layout, costs, stage)),
@@ -152,17 +151,23 @@ def busiest(every: list[Volume]) -> Volume:
     return Volume(*(max(getattr(volume, axis.name) for volume in every) for axis in fields(Volume)))
 
 
-def _all_experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:
-    """Parameters of all experts on one GPU of a stage."""
-    return stage.with_experts * of_experts(model, layout)
+def _collectives(layout: Layout, layer: Layer) -> int:
+    """Gathers and scatters of a block's activations between tensor-parallel ranks, in one micro-batch."""
+    of_sublayer = 7 if layout.recompute == "full" else 5
+    if layer.experts is None:
+        return 2 * of_sublayer
+    of_mlp = of_sublayer - 1 if layout.split_experts else 0
+    if layer.experts.shared_ffn:
+        of_mlp += of_sublayer
+    return of_sublayer + of_mlp
 
 
 def _with_replicas(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> tuple[float, float]:
     """Bytes of gradients and weights that a GPU of a stage exchanges with its replicas: for all but experts, and for experts."""
     m = layout.accumulation
     each_time = costs.zero >= 2 and not costs.deferred
-    experts = _all_experts(model, layout, stage)
-    blocks = stage.total(lambda kind: block(model, layout, kind)) if costs.gathers else 0
+    of_experts = experts(model, layout, stage)
+    blocks = stage.total(lambda layer: block(model, layout, layer)) if costs.gathers else 0
 
     def sent(size: float, of_blocks: float, sharing: int) -> float:
         gradients = size * costs.reduced * (m if each_time else 1)
@@ -171,8 +176,9 @@ def _with_replicas(model: ModelConfig, layout: Layout, costs: EngineCosts, stage
         weights = (m if costs.gathers else 1) * costs.sent * (size + (costs.gathers - 1) * of_blocks)
         return (sharing - 1) / sharing * (gradients * (1 + costs.all_reduced) + weights)
 
-    rest = outside_experts(model, layout, stage), blocks - experts if costs.gathers else 0
-    return sent(*rest, layout.sharing), sent(experts, experts if costs.gathers else 0, layout.of_experts.sharing)
+    rest = outside_experts(model, layout, stage), blocks - of_experts if costs.gathers else 0
+    gathered = of_experts if costs.gathers else 0
+    return sent(*rest, layout.sharing), sent(of_experts, gathered, layout.of_experts.sharing)
 
 
 def step(
@@ -207,14 +213,14 @@ def step(
     last = computing[slowest] * 2 / 3  # the backward pass of the last micro-batch
     hidden = {3: m * computing[slowest], 2: m * last}.get(costs.zero, last) * costs.overlap
     largest = busiest(sent)
-    experts = layout.of_experts
-    rates = _rate(layout, kind, layout.sharing, t), _rate(layout, kind, experts.sharing, t * layout.expert)
+    of_experts = layout.of_experts.sharing
+    rates = _rate(layout, kind, layout.sharing, t), _rate(layout, kind, of_experts, t * layout.expert)
     with_replicas = [_with_replicas(model, layout, costs, stage) for stage in every]
     data = max(sum(size / rate for size, rate in zip(sizes, rates, strict=True)) for sizes in with_replicas)
     replicate = largest.replicate / _rate(layout, kind, layout.copies, t * layout.sharing)
-    sharing, experts_sharing = (layout.sharing, experts.sharing) if costs.zero else (1, 1)
+    sharing, experts_sharing = (layout.sharing, of_experts) if costs.zero else (1, 1)
     updated = [
-        outside_experts(model, layout, stage) / sharing + _all_experts(model, layout, stage) / experts_sharing
+        outside_experts(model, layout, stage) / sharing + experts(model, layout, stage) / experts_sharing
         for stage in every
     ]
     matrices = [exchange(model, layout, costs.optim, costs.zero, stage) for stage in every]
@@ -269,13 +275,13 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
     tokens = layout.tokens(model)
     t = layout.tensor
     passes = 4 if layout.recompute == "full" else 3
-    cores = stage.blocks * (3 if layout.recompute == "none" else 4)
+    cores = len(stage.blocks) * (3 if layout.recompute == "none" else 4)
     products = (
-        stage.total(lambda kind: passes * 2 * tokens * count.active_block(model, kind) / t)
+        stage.total(lambda layer: passes * 2 * tokens * count.active_block(model, layer) / t)
         + stage.last * 6 * tokens * model.hidden * model.padded_vocab / t
     )
     core = cores * 4 * tokens * count.attended(model) * model.attention_width / t
-    moved = stage.total(lambda kind: passes * TRAFFIC * block_activations(model, layout, costs, kind))
+    moved = stage.total(lambda layer: passes * TRAFFIC * block_activations(model, layout, costs, layer))
     moved += stage.last * 2 * tokens * model.padded_vocab / t * costs.logit
     if costs.fp8:
         saved, quantized = _of_fp8(model, layout, stage, passes - 1)
@@ -290,12 +296,12 @@ def _of_fp8(model: ModelConfig, layout: Layout, stage: Stage, passes: int) -> tu
     tokens = layout.tokens(model)
     t = layout.tensor
     part = passes * _in_fp8(stage)
-    pairs = {kind: count.linears(model, kind) for kind in stage.kinds}
-    weights = stage.total(lambda kind: sum(a * b for a, b in pairs[kind])) / t
-    activations = stage.total(lambda kind: sum(a + b for a, b in pairs[kind])) * tokens / t / 2
+    pairs = {layer: count.linears(model, layer) for layer in stage.kinds}
+    weights = stage.total(lambda layer: sum(a * b for a, b in pairs[layer])) / t
+    activations = stage.total(lambda layer: sum(a + b for a, b in pairs[layer])) * tokens / t / 2
     return part * tokens * weights, part * QUANTIZING * (weights + activations)
 
 
 def _in_fp8(stage: Stage) -> float:
     """Fraction of a stage's blocks that engine.fp8 applies to."""
-    return max(0, stage.blocks - stage.first - stage.last) / stage.blocks
+    return max(0, len(stage.blocks) - stage.first - stage.last) / len(stage.blocks)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.base.metric_names import EXPERT_FIGURES
-from hpclm.reporting.experts import OVER_LAYERS
+from hpclm.reporting.expert_history import OVER_LAYERS
 from hpclm.reporting.history import History
 from hpclm.reporting.standings import Runs, diverged, healthy_limit, ranked, validation
 

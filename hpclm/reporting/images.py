@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpclm.reporting import timeline
 from hpclm.reporting.charts import COLOURS, Chart, charts
-from hpclm.reporting.experts import HIGHEST, LOADS, LOWEST, NO_TOKEN, ExpertHistory
+from hpclm.reporting.expert_history import HIGHEST, LOADS, LOWEST, NO_TOKEN, ExpertHistory
 from hpclm.reporting.history import History
 from hpclm.reporting.image_style import INK, encoded, new_figure, styled
 from hpclm.reporting.standings import Runs

@@ -12,7 +12,7 @@ from hpclm.base.errors import ConfigError, unwritten
 from hpclm.reporting import comparison, history, image_style, images, plots, provenance, timeline
 from hpclm.reporting.charts import Chart, charts, colours
 from hpclm.reporting.comparison import Entry
-from hpclm.reporting.experts import LEGEND, HeatMap
+from hpclm.reporting.expert_history import LEGEND, HeatMap
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, folded, text
 from hpclm.reporting.provenance import Settings

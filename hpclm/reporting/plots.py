@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm.base import extras
 from hpclm.reporting.charts import Chart
-from hpclm.reporting.experts import HIGHEST, LOADS, LOWEST, NO_TOKEN, RANGE, HeatMap
+from hpclm.reporting.expert_history import HIGHEST, LOADS, LOWEST, NO_TOKEN, RANGE, HeatMap
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure

@@ -72,7 +72,7 @@ class ExpertLoad:
     def __init__(self, out: Path, config: ModelConfig, may_write: Callable[[], bool]):
         """``may_write``: whether this process still holds the run directory."""
         self.config = config
-        self.blocks = [f"block{layer}" for layer in range(config.layers) if config.experts.in_layer(layer)]
+        self.blocks = [f"block{number}" for number, layer in enumerate(config.blocks) if layer.experts]
         shape = len(self.blocks), config.experts.count
         self._counts = np.zeros(shape)  # tokens since the last log line, as are the steps
         self._steps = 0

@@ -112,7 +112,7 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
             config = replace(config, checkpoint=replace(config.checkpoint, background=checked.background))
             engine = open_engine(checked.settings, compute)
             store = open_store(config, context, compute, checked_data, directory.lease)
-            back_to = context.run_on_main(lambda: roll_back(out, start.resume_step))
+            back_to = context.run_on_main(lambda: resumable.roll_back(out, start.resume_step))
             data = resume(config, context, engine, store, checked_data)
             if directory.summary:
                 attempt = begin_attempt(recorded, context, data, directory, back_to)
@@ -236,13 +236,6 @@ def open_store(
     origin = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
     origin |= {"precision": hardware.NAMES[compute.dtype], **context.job.row()}
     return CheckpointStore(Path(config.out) / "checkpoints", retention, now, context, lease, origin)
-
-
-def roll_back(out: Path, step: int | None) -> int | None:
-    """Set aside checkpoints newer than ``step``, or than the step of a pending rollback; returns that step, or None."""
-    if step is not None:
-        events.append(out, "roll back", step=step)
-    return resumable.roll_back(out)
 
 
 def resume(

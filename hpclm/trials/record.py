@@ -162,9 +162,7 @@ def _watched(engine: BaseEngine, record: Record) -> list[Any]:
 def blocks_of(engine: BaseEngine) -> Iterator[tuple[str, nn.Module]]:
     """The blocks of this process, by name."""
     for stack in engine.model_stacks:
-        for name, layer in stack.layers.items():
-            if name.startswith("block"):
-                yield name, layer
+        yield from stack.blocks.items()
 
 
 def evaluated(loop: TrainingLoop, engine: BaseEngine) -> dict[str, float]:

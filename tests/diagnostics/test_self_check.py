@@ -30,6 +30,7 @@ from hpclm.optim.adamw import AdamW
 from hpclm.optim.muon import Muon
 from hpclm.parallel import fp8, main_gradients
 from hpclm.parallel.mesh import Compute, Mesh
+from hpclm.parallel.placement import Fused
 from tests import ranks
 from tests.engine import sharded
 from tests.engine.test_native import LLAMA, SHAPES, settings
@@ -315,7 +316,7 @@ def one_left_out(exchange, numbers, held, work):
 
 MUON = {
     "coefficients": (muon, "COEFFICIENTS", (3.4445, -4.7750, 2.0315 * 1.05), "change of"),
-    "not split": (muon, "parts_of", lambda *_: None, "change of"),
+    "not split": (Muon, "_parts", lambda muon, matrix: Fused(1, (matrix.shape[0],)), "change of"),
     "nesterov": (Muon, "_update", without_nesterov, "change of"),
     "scale": (Muon, "_ratio", lambda *_: 0.3, "change of"),
     "decay": (Muon, "_apply", matrices_undecayed, "change of"),

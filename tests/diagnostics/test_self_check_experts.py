@@ -12,7 +12,7 @@ from hpclm import config
 from hpclm.base.errors import HpclmError
 from hpclm.diagnostics import self_check
 from hpclm.engine import router_state
-from hpclm.model import experts
+from hpclm.model import expert_mlp
 from hpclm.parallel.mesh import Compute, Mesh
 from tests import ranks
 from tests.engine import sharded
@@ -41,13 +41,13 @@ IN_CI = ("native", "zero1")
 
 def scaled(patches):
     """Gradients of experts that are twice as large."""
-    right = experts.Experts.forward
+    right = expert_mlp.Experts.forward
 
     def forward(self, *given):
         y = right(self, *given)
         return y if self.loops else y + (y - y.detach())
 
-    patches.setattr(experts.Experts, "forward", forward)
+    patches.setattr(expert_mlp.Experts, "forward", forward)
 
 
 def lost(patches):

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from hpclm.base.errors import ConfigError
-from hpclm.parallel.balance import balanced
+from hpclm.parallel.partition import balanced
 
 
 def sums(costs, parts):

@@ -8,7 +8,7 @@ import torch
 from hpclm.engine import sharded_optimizer
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks, rectangles
 from hpclm.parallel.mesh import Axis
-from hpclm.parallel.placement import Placement
+from hpclm.parallel.placement import Fused, Placement
 from tests import ranks
 from tests.engine import sharded
 from tests.parity import STYLES, alone, assembled, train, trained
@@ -123,7 +123,9 @@ def test_a_run_of_values_is_a_few_blocks(shape):
             assert len(parts) <= 2 * len(shape) + 1
 
 
-@pytest.mark.parametrize("placement", [Placement((8, 3), 0, parts=2), Placement((3, 8), 1), Placement((4, 5))], ids=str)
+@pytest.mark.parametrize(
+    "placement", [Placement((8, 3), 0, Fused(1, (4, 4))), Placement((3, 8), 1), Placement((4, 5))], ids=str
+)
 def test_the_runs_of_tensor_parallel_slices_lie_where_the_whole_weight_has_them(placement):
     whole = torch.arange(float(torch.Size(placement.shape).numel())).view(placement.shape)
     for rank in range(2):

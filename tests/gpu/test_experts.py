@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpclm.model.experts import grouped, one_by_one
+from hpclm.model.expert_mlp import grouped, one_by_one
 from tests.forks import hpclm
 from tests.gpu.test_step import stepper
 from tests.gpu.test_training import trained

@@ -9,7 +9,7 @@ from hpclm.config import ModelConfig, load
 from hpclm.inference import run_model
 from hpclm.inference.generation import Batch, choose, continue_all, window_start
 from hpclm.inference.generation_settings import Sampling
-from hpclm.model.experts import routers
+from hpclm.model.expert_mlp import routers
 from hpclm.parallel.mesh import Compute
 from tests.interop import made
 from tests.weights import build

@@ -13,7 +13,7 @@ from hpclm.config import ModelConfig, load
 from hpclm.config.checks import value_at
 from hpclm.inference import generation, run_model, run_settings
 from hpclm.inference.generation_settings import Sampling
-from hpclm.interop.huggingface import experts, families
+from hpclm.interop.huggingface import expert_weights, families
 from hpclm.interop.run import OnDemand, network
 from hpclm.parallel.mesh import Compute
 from tests.interop import made
@@ -188,7 +188,7 @@ class Watched:
 
 def test_experts_are_stacked_with_one_of_them_in_memory():
     source = Watched((2, 3))
-    rule = experts.per_expert("up", [str(number) for number in range(16)], 8)
+    rule = expert_weights.per_expert("up", [str(number) for number in range(16)], 8)
     whole = rule.join(OnDemand(source, rule.theirs))
     assert whole.shape == (8, 4, 3) and whole[3].unique().tolist() == [6, 7] and source.most <= 2
     assert [part.unique().item() for part in rule.split(whole)] == [*range(16)]

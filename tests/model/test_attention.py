@@ -6,8 +6,9 @@ from hpclm.config import ModelConfig
 from hpclm.model import position
 from hpclm.model.attention import layout
 from hpclm.model.attention.backend import KernelChoice, choose, flexible, installed_flash, prefer
-from hpclm.model.attention.layout import ROWS_PER_BLOCK, ActivationSpec, attention_metadata
+from hpclm.model.attention.layout import ROWS_PER_BLOCK, ActivationSpec, layer_context
 from hpclm.model.attention.scores import blocked, dot_product_attention, flex_attention
+from hpclm.model.context import Flex
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import SINGLE
 from hpclm.parallel.micro_batch import MicroBatch
@@ -46,9 +47,9 @@ def test_flex_attention_without_a_mask_is_attention_with_one(documents, position
     numbers = torch.stack([torch.arange(length) // 37, torch.arange(length) // 90]) if documents else None
     slopes = position.alibi_slopes(4, kind.device) if positions == "alibi" else None
     mask = layout.dense_mask(config, kind, SINGLE, numbers, None)
-    flex = layout.Flex(layout.block_mask(kind, numbers), slopes)
+    flex = Flex(layout.block_mask(kind, numbers), slopes)
     batch = MicroBatch(torch.empty(0), documents=numbers)
-    free = attention_metadata(config, kind, SINGLE, batch, prepared=layout.Prepared(flex=flex))
+    free = layer_context(config, kind, SINGLE, batch, prepared=layout.Prepared(flex=flex))
     assert free.mask is None and free.flex is not None
     wanted = dot_product_attention(q, k, v, mask)
     assert torch.allclose(flex_attention(q, k, v, free.flex), wanted, atol=1e-5)
@@ -170,6 +171,6 @@ def test_flex_attention_of_other_documents_is_the_same_graph():
     for width in (37, 11, 90):
         numbers = (torch.arange(128) // width).expand(2, -1)
         mask = layout.dense_mask(config, kind, SINGLE, numbers, None)
-        found = compiled(q, k, v, layout.Flex(layout.block_mask(kind, numbers), slopes))
+        found = compiled(q, k, v, Flex(layout.block_mask(kind, numbers), slopes))
         assert torch.allclose(found, dot_product_attention(q, k, v, mask), atol=1e-5)
     assert counter.frame_count == 1

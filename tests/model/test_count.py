@@ -9,6 +9,7 @@ from hpclm import config
 from hpclm.config import EngineConfig, ModelConfig
 from hpclm.model import count, gpt
 from hpclm.model.stack import Stack
+from hpclm.model.weights import of_block
 
 TINY = {
     "vocab_size": 200,
@@ -49,10 +50,12 @@ def test_parameters_are_those_of_the_network_without_the_bias_of_the_choice(shap
     idle = sum(prod(p.shape) // model.experts.count for name, p in weights.items() if ".experts." in name)
     idle *= model.experts.count - model.experts.per_token
     assert count.active_parameters(model) == count.parameters(model) - idle
-    whole = sum(prod(placement.shape) for name, placement in weights.items() if placement.dim is None)
-    with_experts = model.layers - model.dense_layers
-    unsplit = count.unsplit(model, model.layers, True, True, with_experts)
-    assert unsplit + with_experts * count.unsplit_experts(model) == whole
+    of_blocks = {
+        f"block{number}.{name}": weight.placement
+        for number, layer in enumerate(model.blocks)
+        for name, weight in of_block(model, layer).items()
+    }
+    assert of_blocks == {name: placement for name, placement in weights.items() if name.startswith("block")}
 
 
 @pytest.mark.parametrize(

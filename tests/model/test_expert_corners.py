@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from hpclm.config import EngineConfig, ModelConfig
-from hpclm.model import gpt
-from hpclm.model.attention.layout import AttentionMetadata, Reports
-from hpclm.model.balance import add_balance_losses
-from hpclm.model.experts import ExpertAxes, ExpertMLP, Routing, grouped, one_by_one
+from hpclm.model import gpt, weights
+from hpclm.model.balance_losses import add_balance_losses
+from hpclm.model.context import LayerContext, Reports
+from hpclm.model.expert_mlp import ExpertAxes, ExpertMLP, Routing, grouped, one_by_one
 from hpclm.model.stack import Stack
 from hpclm.parallel.dispatch import route
 from hpclm.parallel.mesh import SINGLE
@@ -75,7 +75,8 @@ def expert_mlp(width, experts, experts_per_token, favourites, **more):
             **more,
         }
     )
-    mlp = ExpertMLP(config, torch.Generator().manual_seed(3), SINGLE, ExpertAxes())
+    table = weights.block(config, config.blocks[0]).parts["mlp"]
+    mlp = ExpertMLP(config, config.experts, table, torch.Generator().manual_seed(3), SINGLE, ExpertAxes())
     with torch.no_grad():
         mlp.experts.up_bias.normal_(generator=torch.Generator().manual_seed(4))
         mlp.experts.down_bias.normal_(generator=torch.Generator().manual_seed(5))
@@ -94,7 +95,7 @@ def test_any_choice_gives_the_results_and_gradients_of_a_plain_loop(dtype, width
         for weight in mlp.parameters():
             weight.data = weight.data.to(dtype).float()
     x = torch.randn(tokens, 1, 16, generator=torch.Generator().manual_seed(6)).to(dtype).requires_grad_()
-    mlp(x, AttentionMetadata(None, None, None, None)).backward(torch.ones_like(x))
+    mlp(x, LayerContext(None, None, None, None)).backward(torch.ones_like(x))
     weights = {f"block0.mlp.{name}": tensor.detach() for name, tensor in mlp.state_dict().items()}
     plain, exact = PlainGPT(weights, config), x.detach().double().squeeze(1).requires_grad_()
     y, (_, _, chosen) = plain.experts(exact, 0)
@@ -102,7 +103,7 @@ def test_any_choice_gives_the_results_and_gradients_of_a_plain_loop(dtype, width
     assert plain.margin > 1e-3
     used = {expert for choice in chosen for expert in choice}
     close = dict(rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-    assert torch.allclose(mlp(x, AttentionMetadata(None, None, None, None)).double().squeeze(1), y, **close)
+    assert torch.allclose(mlp(x, LayerContext(None, None, None, None)).double().squeeze(1), y, **close)
     assert torch.allclose(x.grad.double().squeeze(1), exact.grad, **close)
     for name, weight in mlp.named_parameters():
         right = plain.weights[f"block0.mlp.{name}"].grad
@@ -139,9 +140,9 @@ def test_scores_that_are_all_zero_have_a_finite_balance_loss():
     logits = torch.full((3, 1, 6), -200.0, requires_grad=True)
     chosen = torch.tensor([0, 1]).expand(3, 1, 2)
     x, reports = torch.ones(3, 1, 16, requires_grad=True), Reports()
-    metadata = AttentionMetadata(None, None, None, None, weights=torch.ones(3, 1) / 3, reports=reports)
+    metadata = LayerContext(None, None, None, None, weights=torch.ones(3, 1) / 3, reports=reports)
     routing = Routing(logits, logits.sigmoid(), chosen, torch.ones(3, 1, 2))
-    add_balance_losses(x, metadata, config, routing, None, (SINGLE, SINGLE)).sum().backward()
+    add_balance_losses(x, metadata, config.experts, routing, None, (SINGLE, SINGLE)).sum().backward()
     assert reports.values["balance_loss_sequence"].isfinite()
     assert logits.grad.isfinite().all()
 

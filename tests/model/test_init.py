@@ -11,13 +11,13 @@ from hpclm.engine.sharded_parameter import blocks as sharded_blocks
 from hpclm.model import gpt, init
 from hpclm.model.init import InitSpec
 from hpclm.parallel.mesh import SINGLE, Axis
-from hpclm.parallel.placement import Placement
+from hpclm.parallel.placement import Fused, Placement
 
 PLACEMENTS = {
     "rows": Placement((24, 10), 0),
     "columns": Placement((24, 10), 1),
-    "gated": Placement((24, 10), 0, parts=3),
-    "columns in two": Placement((24, 12), 1, parts=2),
+    "gated": Placement((24, 10), 0, Fused(1, (4, 12, 8))),
+    "columns in two": Placement((24, 12), 1, Fused(1, (4, 8))),
     "everybody": Placement((23, 10)),
     "vector": Placement((24,), 0),
     "cube": Placement((24, 2, 5), 0),
@@ -52,7 +52,7 @@ def test_any_run_of_what_a_process_holds_is_that_run_of_the_whole(placement, ban
 SPLIT = {
     "first dimension": Placement((4, 6, 10), data_ranks=4),
     "first, and rows over tensor ranks": Placement((4, 6, 10), 1, data_ranks=2),
-    "first, and the gate and up rows": Placement((2, 8, 5), 1, parts=2, data_ranks=2),
+    "first, and the gate and up rows": Placement((2, 8, 5), 1, Fused(1, (4, 4)), data_ranks=2),
     "columns": Placement((6, 8), data_dim=1, data_ranks=2),
     "columns, and rows over tensor ranks": Placement((6, 8), 0, data_dim=1, data_ranks=4),
     "rows, and columns over tensor ranks": Placement((8, 6), 1, data_dim=0, data_ranks=2),
@@ -70,7 +70,7 @@ def test_what_data_parallel_ranks_hold_of_a_weight_they_split_is_their_part_of_t
         for data_rank in range(5):
             part = everything.chunk(placement.data_ranks, placement.data_dim)[data_rank % placement.data_ranks]
             if placement.dim is not None and tp.size > 1:
-                blocks = part.chunk(placement.parts, placement.dim)
+                blocks = part.split(placement.parts, placement.dim)
                 part = torch.cat([block.chunk(2, placement.dim)[tp.rank] for block in blocks], placement.dim)
             assert torch.equal(initial.parameter(tp, data_rank=data_rank), part)
             run = torch.empty(part.numel() - 3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hpclm.model.gpt import Head
+from hpclm.model.head import Head
 from hpclm.model.loss import TokenLoss, nll_and_gradient
 
 

@@ -98,17 +98,21 @@ def test_the_frequencies_of_rotary_positions_are_made_once(monkeypatch):
         "model.attention.pattern=[window,full]",
         "model.attention.window=8",
     ]
-    words += ["model.rope.scaling={rope_type: linear, factor: 2}", "engine.precision=fp32"]
+    words += [
+        "model.rope.scaling={rope_type: linear, factor: 2}",
+        "model.rope.window_base=500",
+        "engine.precision=fp32",
+    ]
     made = []
 
-    def rates(config, layer, length, device):
-        made.append(layer)
-        return rotary_rates(config, layer, length, device)
+    def rates(config, rope, length, device):
+        made.append(rope)
+        return rotary_rates(config, rope, length, device)
 
     monkeypatch.setattr(layout, "rotary_rates", rates)
     run, engine, batches, _ = sharded.made(words)
     sharded.steps(run, engine, batches, 0, 2)
-    assert sorted(made) == ["full", "window"]
+    assert sorted(rope.base for rope in made) == [500.0, 10000.0]
 
 
 def rates(scaling, length=0):

@@ -8,8 +8,9 @@ import torch
 from hpclm.config import ModelConfig
 from hpclm.model import position
 from hpclm.model.attention import layout
-from hpclm.model.attention.layout import ActivationSpec, Flex, attention_metadata, block_mask, block_starts
+from hpclm.model.attention.layout import ActivationSpec, block_mask, block_starts, layer_context
 from hpclm.model.attention.scores import MAX_SAVED_CONTEXT, ROWS_PER_BLOCK, Scores, attend, flex_attention
+from hpclm.model.context import Flex
 from hpclm.parallel.mesh import SINGLE
 from hpclm.parallel.micro_batch import MicroBatch
 
@@ -64,7 +65,7 @@ def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
         how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)
         starts = block_starts(texts, range(0, length, ROWS_PER_BLOCK)) if several else None
         batch, prepared = MicroBatch(torch.empty(0), documents=documents), layout.Prepared(starts=starts)
-        metadata = attention_metadata(config, kind, SINGLE, batch, layer, prepared)
+        metadata = layer_context(config, kind, SINGLE, batch, config.blocks[0], prepared)
         slopes = position.alibi_slopes(HEADS, kind.device) if positions == "alibi" else None
         inputs = [*qkv, sinks] if sink else qkv
         results = []

@@ -35,7 +35,7 @@ class Declared(torch.optim.Optimizer):
         self.weights = weights
         self.matrices = [weight for weight in weights if is_matrix(weight.name, weight.shape)]
 
-    def share(self, exchange, model):
+    def share(self, exchange):
         self.exchange = exchange
 
     @torch.no_grad()

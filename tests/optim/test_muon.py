@@ -5,8 +5,10 @@ import torch
 
 from hpclm.base.errors import ConfigError
 from hpclm.config.optimizers import block_matrix
+from hpclm.model.weights import of_block
 from hpclm.optim.adamw import update
-from hpclm.optim.muon import newton_schulz, parts_of
+from hpclm.optim.muon import newton_schulz
+from hpclm.parallel.placement import Fused
 from tests.engine.test_native import GPT2, LLAMA, batches_of, engine_of, settings
 from tests.parity import STYLES, trained
 from tests.states import Kept, state
@@ -17,16 +19,12 @@ def reference(engine, optim):
     copies, matrices, others = {}, [], {True: [], False: []}
     for weight in engine.weights:
         values = weight.parameter.detach().clone()
-        parts = parts_of(weight.name, engine.config.model) if optim.split else None
+        parts = weight.placement.fused if optim.split else None
         if not block_matrix(weight.name, weight.shape):
             copies[weight.name] = [torch.nn.Parameter(values)]
             others[values.ndim > 1] += copies[weight.name]
             continue
-        count, sizes = parts or (1, (len(values),))
-        copies[weight.name] = [
-            torch.nn.Parameter(part.flatten(0, 1).contiguous())
-            for part in values.unflatten(0, (count, -1)).split(sizes, 1)
-        ]
+        copies[weight.name] = [torch.nn.Parameter(part.contiguous()) for part in cut(values, parts)]
         matrices += copies[weight.name]
     decays = [dict(params=others[True], weight_decay=optim.weight_decay), dict(params=others[False], weight_decay=0.0)]
     muon = torch.optim.Muon(
@@ -40,12 +38,17 @@ def reference(engine, optim):
     return copies, [muon, torch.optim.AdamW(decays, betas=optim.betas, eps=optim.eps, fused=True)]
 
 
+def cut(values, parts):
+    """The matrices that a weight fuses."""
+    if parts is None:
+        return [values]
+    return [part.flatten(0, 1) for part in values.unflatten(0, (parts.groups, -1)).split(parts.rows, 1)]
+
+
 def divided(values, name, engine, optim):
     """A weight, or its gradient, as the reference has it."""
-    parts = parts_of(name, engine.config.model) if optim.split else None
-    if parts is None or not block_matrix(name, values.shape):
-        return [values]
-    return [part.flatten(0, 1) for part in values.unflatten(0, (parts[0], -1)).split(parts[1], 1)]
+    [parts] = [weight.placement.fused for weight in engine.weights if weight.name == name]
+    return cut(values, parts if optim.split and block_matrix(name, values.shape) else None)
 
 
 @pytest.mark.parametrize(
@@ -113,13 +116,13 @@ def test_the_parts_of_the_fused_weights_are_queries_keys_and_values_and_gate_and
     model = config.model
     rows = torch.arange((model.attention.heads + 2 * model.attention.groups) * model.head_width)
     heads = rows.view(model.attention.groups, -1, model.head_width)  # as attention has them
-    count, sizes = parts_of("block3.attention.qkv.weight", model)
-    q, k, v = rows.view(count, -1).split(sizes, 1)
+    table = of_block(model, model.blocks[0])
+    fused = table["attention.qkv.weight"].placement.fused
+    q, k, v = rows.view(fused.groups, -1).split(fused.rows, 1)
     assert torch.equal(q.reshape(model.attention.groups, -1, model.head_width), heads[:, :-2])
     assert torch.equal(k, heads[:, -2]) and torch.equal(v, heads[:, -1])
-    assert parts_of("block0.mlp.up.weight", model) == (1, (48, 48))
-    assert parts_of("block0.mlp.down.weight", model) is None
-    assert parts_of("block0.mlp.up.weight", settings(GPT2).model) is None
+    assert table["mlp.up.weight"].placement.fused == Fused(1, (48, 48))
+    assert table["mlp.down.weight"].placement.fused is None
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)

@@ -5,7 +5,7 @@ import torch
 
 from hpclm import config
 from hpclm.base.errors import ConfigError
-from hpclm.config import ModelConfig, OptimConfig
+from hpclm.config import OptimConfig
 from hpclm.config.supports import SUPPORTS
 from hpclm.engine.state import UnsavableStateError
 from hpclm.engine.user_optimizers import check_optimizer
@@ -251,14 +251,14 @@ class Whole(torch.optim.SGD):
 def test_an_optimizer_of_whole_matrices_follows_the_learning_rate():
     weights = toys()
     optimizer = make(weights, OptimConfig(name=f"{__name__}:Whole", lr=9.0, weight_decay=0.0))
-    optimizer.share(LocalExchange([weight for weight in weights if len(weight.shape) == 2]), ModelConfig())
+    optimizer.share(LocalExchange([weight for weight in weights if len(weight.shape) == 2]))
     for rate, left in ((0.25, 0.75), (0.5, 0.25)):
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         assert [weight.parameter.unique().tolist() for weight in weights] == [[left]] * 3
     assert [optimizer.state[weight.parameter]["step"] for weight in weights] == [2, 2, 2]
-    optimizer.share(LocalExchange(weights[:1]), ModelConfig())  # another process works on the other matrix
+    optimizer.share(LocalExchange(weights[:1]))  # another process works on the other matrix
     for weight in weights:
         optimizer.restore(weight.parameter, {"momentum_buffer": torch.full(weight.shape, 4.0)}, 3)
     assert [optimizer.state.get(weight.parameter, {}).get("step") for weight in weights] == [3, 3, None]

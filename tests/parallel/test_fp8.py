@@ -7,6 +7,7 @@ import torch
 
 from hpclm.config import ModelConfig
 from hpclm.model.layers import ColumnLinear, RowLinear
+from hpclm.model.weights import column_linear, row_linear
 from hpclm.parallel.fp8 import E4M3, E5M2, FP8, quantized
 from hpclm.parallel.mesh import SINGLE, Axis
 from tests import ranks
@@ -95,7 +96,8 @@ def test_pytorchs_scaled_mm_gives_what_the_emulation_gives(rowwise):
 @pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_gradients_of_weight_and_bias_are_those_of_bf16(kind, in_place):
-    layer = kind(CONFIG, WIDTH, True, torch.Generator(), SINGLE)
+    table = {ColumnLinear: column_linear, RowLinear: row_linear}[kind](CONFIG, WIDTH, True)
+    layer = kind(table, torch.Generator(), SINGLE)
     layer.weight.data = layer.weight.data.bfloat16()
     layer.fp8 = FP8(True, SINGLE, kind is RowLinear, emulated=True)
     total = drawn(*layer.weight.shape).float()

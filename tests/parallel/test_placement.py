@@ -4,7 +4,7 @@ import torch
 from hpclm.base.errors import ConfigError
 from hpclm.model.init import BAND, InitSpec
 from hpclm.parallel.mesh import SINGLE, Axis
-from hpclm.parallel.placement import Placement
+from hpclm.parallel.placement import Fused, Placement
 
 
 def normal(placement, std, generator, tp=SINGLE):
@@ -20,7 +20,7 @@ def parts(placement, size):
 PLACEMENTS = {
     "rows": Placement((24, 5), 0),
     "columns": Placement((6, 24), 1),
-    "gate and up": Placement((48, 5), 0, parts=2),
+    "gate and up": Placement((48, 5), 0, Fused(1, (16, 32))),
     "many bands of rows": Placement((4 * 3000, BAND // 2000), 0),
     "columns of many bands": Placement((3000, 4 * (BAND // 2000)), 1),
     "one row a band": Placement((4, BAND + 12), 0),
@@ -46,8 +46,8 @@ def test_the_parts_of_a_weight_are_what_one_process_draws(placement, size):
 
 
 def test_each_process_holds_its_part_of_both_branches_of_a_gated_mlp():
-    [first, second] = parts(Placement((8, 1), 0, parts=2), 2)
-    whole = normal(Placement((8, 1), 0, parts=2), 0.02, torch.Generator().manual_seed(7))
+    [first, second] = parts(Placement((8, 1), 0, Fused(1, (4, 4))), 2)
+    whole = normal(Placement((8, 1), 0, Fused(1, (4, 4))), 0.02, torch.Generator().manual_seed(7))
     assert torch.equal(first, whole[[0, 1, 4, 5]]) and torch.equal(second, whole[[2, 3, 6, 7]])
 
 

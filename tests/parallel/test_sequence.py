@@ -9,9 +9,9 @@ from hpclm.model.attention.layout import (
     ActivationSpec,
     Flex,
     Prepared,
-    attention_metadata,
     block_mask,
     block_starts,
+    layer_context,
 )
 from hpclm.model.attention.scores import Scores, attend, blocked, by_pieces, flex_attention
 from hpclm.model.dropout import dropout
@@ -83,12 +83,12 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
     documents = torch.stack([torch.arange(length) // 37, torch.arange(length) // 290]) if several else None
     how = Scores(0.3)
     batch = MicroBatch(torch.empty(0), documents=documents)
-    whole = blocked(q, k, v, how, attention_metadata(config, kind, SINGLE, batch, layer))
+    whole = blocked(q, k, v, how, layer_context(config, kind, SINGLE, batch))
     for rank in range(2):
         mine = part(rank, length)
         begins = [begin for begin, _ in row_blocks(mine.pieces, ROWS_PER_BLOCK)]
         starts = block_starts(documents, begins) if several else None
-        metadata = attention_metadata(config, kind, SINGLE, batch, layer, Prepared(starts=starts, part=mine))
+        metadata = layer_context(config, kind, SINGLE, batch, config.blocks[0], Prepared(starts=starts, part=mine))
         assert torch.equal(metadata.positions[0], mine.places)
         rows = q[:, :, mine.places]
         assert (attend(rows, k, v, metadata, how) - whole[:, :, mine.places]).abs().max() < 1e-5

@@ -5,7 +5,6 @@ import torch
 
 from hpclm import config
 from hpclm.config import EngineConfig, ModelConfig, ParallelConfig
-from hpclm.engine.stages import is_block
 from hpclm.engine.stages import stages as divided
 from hpclm.model import count, gpt
 from hpclm.node.gpus import KINDS
@@ -23,7 +22,7 @@ def test_stages_and_tensor_ranks_hold_the_model_once_and_a_tied_table_twice():
         model = replace(MODEL, tied=tied)
         layout = Layout(pipeline=4, tensor=2)
         every = stages(model, layout)
-        whole = sum(count.unsplit(model, stage.blocks, stage.first, stage.last) for stage in every)
+        whole = sum(weight.size for weight in count.network(model) if weight.placement.dim is None)
         held = 2 * sum(parameters(model, layout, stage) for stage in every)
         assert held == count.parameters(model) + extra + whole
 
@@ -58,8 +57,8 @@ def test_activations_of_a_block_are_korthikantis_without_the_scores():
         engines.costs(EngineConfig(), 2, ParallelConfig()),
         4 * 16 * 1024,
     )  # flash attention's, 4 bytes a head and token
-    assert memory.block_activations(model, Layout(), costs) - sums == 34 * 1024 * 1024
-    assert memory.block_activations(model, Layout(tensor=4), costs) == (34 * 1024 * 1024 + sums) / 4
+    assert memory.block_activations(model, Layout(), costs, model.blocks[0]) - sums == 34 * 1024 * 1024
+    assert memory.block_activations(model, Layout(tensor=4), costs, model.blocks[0]) == (34 * 1024 * 1024 + sums) / 4
 
 
 def test_blocks_that_are_recomputed_together_keep_one_input():
@@ -131,9 +130,10 @@ def test_the_planner_divides_a_model_as_it_runs(by, pipeline, layers):
     cpu = torch.device("cpu")
     specs = gpt.layers(run.model, run.engine, torch.float32, 1)
     running = [
-        sum(map(is_block, stage)) for stage in divided(run.for_engine(pipeline), specs, Compute(cpu, torch.float32))
+        sum(spec.layer is not None for spec in stage)
+        for stage in divided(run.for_engine(pipeline), specs, Compute(cpu, torch.float32))
     ]
-    planned = [stage.blocks for stage in stages(run.model, Layout(pipeline=pipeline, partition=by))]
+    planned = [len(stage.blocks) for stage in stages(run.model, Layout(pipeline=pipeline, partition=by))]
     assert planned == running and sum(planned) == layers
 
 
@@ -148,23 +148,20 @@ def test_the_planner_divides_a_model_with_experts_as_it_runs(by, expert):
     specs = gpt.layers(run.model, run.engine, torch.float32, 1, axes=axes)
     settings = run.for_engine(4 * expert)
     running = [
-        [spec.name for spec in stage if is_block(spec)]
-        for stage in divided(settings, specs, Compute(cpu, torch.float32))
+        [spec.layer for spec in stage if spec.layer] for stage in divided(settings, specs, Compute(cpu, torch.float32))
     ]
     planned = stages(run.model, Layout(pipeline=4, partition=by, expert=expert))
-    assert [stage.blocks for stage in planned] == [len(stage) for stage in running]
-    assert [stage.with_experts for stage in planned] == [
-        sum(run.model.experts.in_layer(int(name.removeprefix("block"))) for name in stage) for stage in running
-    ]
+    assert [list(stage.blocks) for stage in planned] == running
 
 
 def test_ranks_hold_experts_once_for_each_group_that_shares_them_out():
     model = config.load(None, [*EXPERTS, "model.layers=12"]).model
     for split in (True, False):
         layout = Layout(data=8, pipeline=2, tensor=2, expert=4, split_experts=split)
-        experts = sum(of_experts(model, layout) * stage.with_experts for stage in stages(model, layout))
-        whole = 8 * (count.experts(model) - (count.unsplit_experts(model) if split else count.experts(model)))
-        assert experts == (whole / 2 + 8 * count.experts(model) - whole) / 4
+        experts = sum(of_experts(model, layout, stage) for stage in stages(model, layout))
+        every = [weight for weight in count.network(model) if weight.stack]
+        divided = sum(weight.size for weight in every if split and weight.placement.dim is not None)
+        assert experts == (divided / 2 + sum(weight.size for weight in every) - divided) / 4
         assert (layout.of_experts.ranks, layout.of_experts.sharing, layout.of_experts.copies) == (2, 2, 1)
     assert replace(layout, shard=4).of_experts.copies == 2
 

@@ -26,9 +26,10 @@ def test_a_process_has_the_weights_of_the_experts_that_are_not_of_others():
     )
     shared_out = layout.Layout(data=4, expert=4)
     [stage] = layout.stages(model, shared_out)
-    found = matrices.experts(model, shared_out, stage)
-    assert found == [("block0.mlp.experts.up", [(32, 64)] * 2), ("block0.mlp.experts.down", [(64, 32)])] * 2
-    assert len(matrices.experts(model, layout.Layout(data=4), stage)) == 2 * 8
+    found = [(name, weight.matrices) for name, weight in matrices.of_experts(model, shared_out, stage)]
+    every = [("block0.mlp.experts.up", [(32, 64)] * 2), ("block0.mlp.experts.down", [(64, 32)])]
+    assert sorted(found) == sorted(every * 2)
+    assert len(matrices.of_experts(model, layout.Layout(data=4), stage)) == 2 * 8
 
 
 def test_experts_that_ranks_share_out_have_rounds_of_their_own():
@@ -36,8 +37,8 @@ def test_experts_that_ranks_share_out_have_rounds_of_their_own():
     muon, shared_out = OptimConfig(name="muon"), layout.Layout(data=4, expert=4)
     [stage] = layout.stages(model, shared_out)
     both = matrices.exchange(model, shared_out, muon, 0, stage)
-    rest = matrices._exchange(matrices.weights(model, stage), shared_out, muon, 0)
-    own = matrices._exchange(matrices.experts(model, shared_out, stage), shared_out.of_experts, muon, 0)
+    rest = matrices._exchange(matrices.matrices(model, stage), shared_out, muon, 0)
+    own = matrices._exchange(matrices.of_experts(model, shared_out, stage), shared_out.of_experts, muon, 0)
     assert own.flops > 0 and own.memory > 0
     assert both == matrices.ExchangeCost(
         rest.flops + own.flops, rest.sent + own.sent, max(rest.memory, own.memory), rest.state + own.state

@@ -26,7 +26,7 @@ from hpclm.engine.models import layers_of, stack_of
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.stages import owners, stages
 from hpclm.engine.step import StepInputs
-from hpclm.model.gpt import LayerSpec
+from hpclm.model.spec import LayerSpec
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce, all_reduce_max
 from hpclm.parallel.mesh import Compute, Mesh

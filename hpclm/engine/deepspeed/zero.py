@@ -20,6 +20,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.step import StepInputs
 from hpclm.model.init import materialize_on
 from hpclm.model.own_block import is_own, use_every_weight
+from hpclm.model.spec import LayerSpec
 from hpclm.model.stack import Stack, WrapLayer
 from hpclm.parallel.mesh import Compute
 
@@ -29,10 +30,11 @@ def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
     engine = config.engine
     model = whole_model(config, compute, wrap, backward="once")
     if stage_of(engine) == 3:
+        blocks = set(model.blocks)
         for name, layer in model.layers.items():
             # gather all weights of a block before it runs: hooks inside it would break its graph, and in a user's
             # block replicas may run different layers. From disk, weights are gathered a few at a time.
-            if is_own(layer) or (engine.compile and name.startswith("block") and not engine.offload_folder):
+            if is_own(layer) or (engine.compile and name in blocks and not engine.offload_folder):
                 set_z3_leaf_module(layer, True)
     if engine.compile:
         model.compile_blocks(whole=False, replicas=compute.mesh.dp)  # DeepSpeed's hooks break graphs
@@ -43,9 +45,9 @@ def place_on(compute: Compute) -> WrapLayer:
     """A function that places and initialises a layer on the device."""
     materialize = materialize_on(compute.device, compute.mesh.tp)
 
-    def wrap(name: str, layer: nn.Module) -> nn.Module:
+    def wrap(spec: LayerSpec, layer: nn.Module) -> nn.Module:
         use_every_weight(layer)
-        return materialize(name, layer)
+        return materialize(spec, layer)
 
     return wrap
 
@@ -180,8 +182,8 @@ def partition(tree: dict[str, Any], compute: Compute) -> WrapLayer:
     group = library.group(mesh.dp)
     materialize = materialize_on(compute.device, mesh.tp)
 
-    def wrap(name: str, layer: nn.Module) -> nn.Module:
-        materialize(name, layer)
+    def wrap(spec: LayerSpec, layer: nn.Module) -> nn.Module:
+        materialize(spec, layer)
         for weight in layer.parameters():  # DeepSpeed keeps the type of a weight when it shards it
             weight.data = weight.data.to(compute.dtype)
         with library.refusals():

@@ -120,8 +120,8 @@ class Network:
         for name, values in self.needs.items():
             if value_at(config, name) not in values:
                 yield f"model.{name}={value_at(config, name)}, but it needs {' or '.join(map(str, values))}"
-        kinds = {config.attention.window_of(config.attention.kind(i)) for i in range(config.layers)}
-        if config.attention.window and not (self.windows and None in kinds):
+        windows = {layer.window for layer in config.blocks}
+        if config.attention.window and not (self.windows and None in windows):
             layers = "some layers" if self.windows else "its layers"
             yield f"model.attention.window={config.attention.window}, but {layers} have full attention"
         if any(config.biases[1:]) and not self.biased:
@@ -160,7 +160,7 @@ def _windows(config: ModelConfig) -> Keys:
     """The keys for layers with a window; none for a network without such layers."""
     if not config.attention.window:
         return {}
-    pattern = [config.attention.window_of(config.attention.kind(i)) is not None for i in range(config.layers)]
+    pattern = [layer.window is not None for layer in config.blocks]
     return {"attention.sliding_window": config.attention.window, "attention.sliding_window_pattern": pattern}
 
 

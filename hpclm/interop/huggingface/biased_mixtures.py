@@ -8,13 +8,13 @@ from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface import experts, llama, shape
+from hpclm.interop.huggingface import expert_weights, llama, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.huggingface.glm_phi import TURNED, interleaved
 from hpclm.interop.rules import ConversionRule, changed, reordered
 
 GLM_BIASES = ("attention_bias", False, False)
-ERNIE_NAMES = experts.Names(choice_bias="mlp.moe_statics.e_score_correction_bias")
+ERNIE_NAMES = expert_weights.Names(choice_bias="mlp.moe_statics.e_score_correction_bias")
 NUMBERED = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 BALANCED = {"experts.router_choice_bias": (True,), "experts.router_bias": (False,)}
 SPLIT = ("experts.shared_ffn", "experts.pattern")
@@ -30,7 +30,7 @@ def shared(tree: Json, key: str, width: str, fewest: int = 0) -> dict[str, Any]:
 
 def more(config: ModelConfig, fewest: int = 1) -> Iterator[str]:
     """Reasons why these classes, with at least ``fewest`` shared experts, do not cover a network."""
-    yield from experts.absent(config)
+    yield from expert_weights.absent(config)
     if not config.experts.count:
         return
     if config.experts.shared_ffn % config.expert_width:
@@ -45,7 +45,7 @@ def ernie_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     def flat(rule: ConversionRule) -> ConversionRule:
         return replace(rule, split=lambda x: [x[None]], join=lambda tensors: tensors[0].flatten())
 
-    rules = experts.rules(config, ERNIE_NAMES)
+    rules = expert_weights.rules(config, ERNIE_NAMES)
     rules = changed(rules, ".attention.qkv.", partial(reordered, order=interleaved(config)))
     return changed(rules, ".choice_bias", flat)
 
@@ -69,12 +69,12 @@ def ernie(tree: Json) -> dict[str, Any]:
     settings = llama.read_settings(tree, llama.NONE, 500000.0) | shared(
         tree, "moe_num_shared_experts", "moe_intermediate_size"
     )
-    return settings | experts.mlp_pattern(sparse)
+    return settings | expert_weights.mlp_pattern(sparse)
 
 
 def described_ernie_layers(config: ModelConfig) -> dict[str, int] | None:
     """The keys for layers with experts; None if config.json cannot describe the layers."""
-    sparse = [config.experts.in_layer(i) for i in range(config.layers)]
+    sparse = [layer.experts is not None for layer in config.blocks]
     if not any(sparse):
         return None
     first = sparse.index(True)
@@ -123,10 +123,10 @@ ERNIE4_5_MOE = replace(
     shape=ernie,
     covers=(*llama.LLAMA.covers, *SPLIT),
     read=f"{shape.ROPE} moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval",
-    unread=f"moe_capacity moe_gate moe_use_aux_free num_nextn_predict_layers {experts.LOSSES}",
+    unread=f"moe_capacity moe_gate moe_use_aux_free num_nextn_predict_layers {expert_weights.LOSSES}",
     left_out=ernie_left_out,
     wrong=lambda tree: (),
-    remark=experts.remark,
+    remark=expert_weights.remark,
     more=more_ernie,
 )
 SIGMOID_KEYS = {
@@ -147,7 +147,7 @@ def sigmoid(tree: Json) -> dict[str, Any]:
         raise ConfigError(f"first_k_dense_replace={dense} must be a whole number of at least 0")
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     settings = shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
-    settings |= experts.mlp_pattern([i >= dense for i in range(count)])
+    settings |= expert_weights.mlp_pattern([i >= dense for i in range(count)])
     for ours in ("experts.router_groups", "experts.router_top_groups"):
         key = SIGMOID_KEYS[ours]
         groups = tree[key]
@@ -163,13 +163,14 @@ def sigmoid(tree: Json) -> dict[str, Any]:
 def described_sigmoid(config: ModelConfig) -> dict[str, Any]:
     """The keys that sigmoid() reads."""
     count = config.experts.shared_ffn // config.expert_width
-    return dict(first_k_dense_replace=config.dense_layers, n_shared_experts=count)
+    return dict(first_k_dense_replace=len(expert_weights.dense_layers(config)), n_shared_experts=count)
 
 
 def more_sigmoid(config: ModelConfig) -> Iterator[str]:
     """Reasons why these classes do not cover a network."""
     yield from more(config)
-    if any(config.experts.in_layer(i) != (i >= config.dense_layers) for i in range(config.layers)):
+    dense = expert_weights.dense_layers(config)
+    if dense != [*range(len(dense))]:
         yield f"model.experts.pattern={config.experts.pattern}, but it needs experts in all layers after the first ones"
 
 
@@ -190,7 +191,7 @@ DOTS1 = replace(
     architecture="Dots1ForCausalLM",
     model_type="dots1",
     keys={**llama.LLAMA.keys, **SIGMOID_KEYS},
-    rules=experts.rules,
+    rules=expert_weights.rules,
     needs={**llama.LLAMA.needs, **BALANCED, "experts.router_score": ("sigmoid",), "attention.qk_norm": (True,)},
     fixed=dict(scoring_func=("sigmoid",), topk_method=("noaux_tc",)),
     aliases={"num_local_experts": "n_routed_experts"},

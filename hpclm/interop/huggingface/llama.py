@@ -93,7 +93,7 @@ def no_rope(tree: Json) -> dict[str, Any]:
 
 def described_no_rope(config: ModelConfig) -> dict[str, Any]:
     """The keys that no_rope() reads."""
-    turned = [int("nope" not in config.attention.kind(i)) for i in range(config.layers)]
+    turned = [int(layer.rope is not None) for layer in config.blocks]
     return shape.described_layers(config) | {"no_rope_layers": turned}
 
 

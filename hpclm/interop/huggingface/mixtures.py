@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface import experts, llama, olmo, shape
+from hpclm.interop.huggingface import expert_weights, llama, olmo, shape
 from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import LOGICAL, ConversionRule, same
 
-MIXTRAL_NAMES = experts.Names(
+MIXTRAL_NAMES = expert_weights.Names(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", up=("w1", "w3"), down=("w2",)
 )
 EVERY_LAYER = {"experts.pattern": (["experts"],)}
@@ -27,14 +27,14 @@ MIXTRAL = replace(
         "experts.per_token": "num_experts_per_tok",
         "experts.ffn": "intermediate_size",
     },
-    rules=partial(experts.rules, names=MIXTRAL_NAMES),
+    rules=partial(expert_weights.rules, names=MIXTRAL_NAMES),
     needs={**llama.MISTRAL.needs, **EVERY_LAYER, "experts.router_normalize": (True,)},
     fixed=dict(router_jitter_noise=(0.0,)),
     aliases={"num_experts": "num_local_experts"},
     shape=lambda tree: llama.read_settings(tree, llama.NONE, 1e6) | shape.layers({**tree, "layer_types": None}),
-    unread=experts.LOSSES,
-    remark=experts.remark,
-    more=lambda config: [*shape.bias_obstacles(config, llama.NONE), *experts.absent(config)],
+    unread=expert_weights.LOSSES,
+    remark=expert_weights.remark,
+    more=lambda config: [*shape.bias_obstacles(config, llama.NONE), *expert_weights.absent(config)],
 )
 
 
@@ -49,14 +49,14 @@ def qwen3_moe(tree: Json) -> dict[str, Any]:
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     layers = shape.layers({**tree, "layer_types": None}, switched=True)
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(count)]
-    return llama.read_settings(tree, llama.ALL_ATTENTION) | layers | experts.mlp_pattern(sparse)
+    return llama.read_settings(tree, llama.ALL_ATTENTION) | layers | expert_weights.mlp_pattern(sparse)
 
 
 def described_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     """The keys that qwen3_moe() reads."""
     return llama.described_llama(config, llama.ALL_ATTENTION) | dict(
         decoder_sparse_step=1,
-        mlp_only_layers=experts.dense_layers(config),
+        mlp_only_layers=expert_weights.dense_layers(config),
         sliding_window=config.attention.window,
         use_sliding_window=bool(config.attention.window),
     )
@@ -66,8 +66,8 @@ QWEN3_MOE = replace(
     llama.QWEN3,
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    keys={**llama.LLAMA.keys, **experts.KEYS},
-    rules=experts.rules,
+    keys={**llama.LLAMA.keys, **expert_weights.KEYS},
+    rules=expert_weights.rules,
     needs={**llama.QWEN3.needs, "attention.pattern": (["full"], ["window"])},
     fixed=dict(qkv_bias=(False,), use_qk_norm=(True,), shared_expert_intermediate_size=(0,)),
     aliases={"num_local_experts": "num_experts"},
@@ -75,10 +75,10 @@ QWEN3_MOE = replace(
     shape=qwen3_moe,
     covers=(*llama.LLAMA.covers, "attention.window", "experts.pattern"),
     read=f"{llama.LLAMA.read} decoder_sparse_step mlp_only_layers",
-    unread=f"{experts.LOSSES} max_window_layers",
+    unread=f"{expert_weights.LOSSES} max_window_layers",
     wrong=lambda tree: wrong_layers(tree),
-    remark=experts.remark,
-    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *experts.absent(config)],
+    remark=expert_weights.remark,
+    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *expert_weights.absent(config)],
 )
 
 
@@ -94,16 +94,16 @@ OLMOE = replace(
     model_type="olmoe",
     keys={
         **{ours: key for ours, key in llama.NARROW.items() if ours != "ffn"},
-        **experts.KEYS,
+        **expert_weights.KEYS,
         "experts.ffn": "intermediate_size",
     },
-    rules=experts.rules,
+    rules=expert_weights.rules,
     needs={**olmo.OLMO2.needs, **EVERY_LAYER, "norm_order": ("pre",)},
     fixed=dict(clip_qkv=(None,)),
     aliases={"num_local_experts": "num_experts"},
-    unread=experts.LOSSES,
-    remark=experts.remark,
-    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *experts.absent(config)],
+    unread=expert_weights.LOSSES,
+    remark=expert_weights.remark,
+    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *expert_weights.absent(config)],
 )
 GPT_OSS_BIASES = ("attention_bias", "attention_bias", True)
 GPT_OSS_SCALING = dict(
@@ -129,7 +129,7 @@ def gpt_oss_rules(config: ModelConfig) -> Iterable[ConversionRule]:
         theirs = f"{llama.LAYER.format(block)}mlp.experts.{GPT_OSS_NAMES[kind]}"
         rule = same(rule.ours, theirs)
         if kind.startswith("up"):
-            rule = experts.interleaved(rule.ours, theirs)
+            rule = expert_weights.interleaved(rule.ours, theirs)
         if not kind.endswith("bias"):
             rule = turned(rule)
         yield rule
@@ -170,7 +170,7 @@ def wrong_gpt_oss(tree: Json) -> Iterator[str]:
 def more_gpt_oss(config: ModelConfig) -> Iterator[str]:
     """Reasons why a gpt-oss does not cover a network."""
     yield from shape.bias_obstacles(config, GPT_OSS_BIASES)
-    yield from experts.absent(config)
+    yield from expert_weights.absent(config)
     yield from shape.only(config, "full", "window")
 
 
@@ -188,7 +188,7 @@ GPT_OSS = replace(
     constant=described_gpt_oss,
     shape=gpt_oss,
     read=f"{MIXTRAL.read} experts_per_token",
-    unread=f"{experts.LOSSES} initial_context_length",
+    unread=f"{expert_weights.LOSSES} initial_context_length",
     wrong=wrong_gpt_oss,
     more=more_gpt_oss,
 )

@@ -194,12 +194,10 @@ def granite_swa(tree: Json) -> dict[str, Any]:
 
 def described_granite_swa(config: ModelConfig) -> dict[str, Any]:
     """The keys that granite_swa() reads."""
-    near = config.rope.window_base or config.rope.base
-    base = {"full": config.rope.base, "window": near, "nope": 0, "window_nope": 0}
     return (
         llama.GRANITE.constant(config)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window or config.context}
-        | {"layer_rope_theta": [base[config.attention.kind(i)] for i in range(config.layers)]}
+        | {"layer_rope_theta": [layer.rope.base if layer.rope else 0 for layer in config.blocks]}
     )
 
 

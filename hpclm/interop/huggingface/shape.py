@@ -186,8 +186,7 @@ def period(kinds: Sequence[str]) -> list[str]:
 
 def layer_types(config: ModelConfig) -> list[str]:
     """The value of layer_types in config.json."""
-    there = {ours.split("_")[0]: theirs for theirs, ours in KEPT.items()}
-    return [there["window" if "window" in config.attention.kind(i) else "full"] for i in range(config.layers)]
+    return ["full_attention" if layer.window is None else "sliding_attention" for layer in config.blocks]
 
 
 def described_by_kind(config: ModelConfig) -> dict[str, Any]:
@@ -204,14 +203,11 @@ def described_by_kind(config: ModelConfig) -> dict[str, Any]:
 
 def canonical(config: ModelConfig) -> ModelConfig:
     """``config`` as most classes describe the same network: with the shortest pattern, and without an unused window."""
-    kinds = [config.attention.kind(i) for i in range(config.layers)]
-    if not any("window" in kind for kind in kinds):
+    patterns = {name: period(kinds) for name, kinds in config.patterns(range(config.layers)).items()}
+    if all(layer.window is None for layer in config.blocks):
         unused = {"attention.window": None, "rope.window_base": None, "rope.window_scaled": True}
         config = config.replaced({"attention.pattern": ["full"], **unused})
-    if config.experts.count:
-        mlps = ["experts" if config.experts.in_layer(i) else "dense" for i in range(config.layers)]
-        config = config.replaced({"experts.pattern": period(mlps)})
-    return config.replaced({"attention.pattern": period(kinds)})
+    return config.replaced(patterns)
 
 
 def described_layers(config: ModelConfig) -> dict[str, Any]:

@@ -75,10 +75,11 @@ class Merged:
 
 def merged(parts: Sequence[Tensor], placement: Placement, swap: bool = False) -> Tensor:
     """A tensor from its shards on all tensor-parallel ranks; ``swap`` exchanges its two blocks."""
-    if placement.dim is None or (len(parts) == 1 and not (swap and placement.parts == 2)):
+    if placement.dim is None or (len(parts) == 1 and not (swap and len(placement.parts) == 2)):
         return parts[0]
-    blocks = [part.chunk(placement.parts, placement.dim) for part in parts]
-    order = list(range(placement.parts))
+    count = len(placement.parts)
+    blocks = [part.chunk(count, placement.dim) for part in parts]
+    order = list(range(count))
     if swap:
         order.reverse()
     return torch.cat([block[number] for number in order for block in blocks], placement.dim)

@@ -5,85 +5,22 @@ T tokens in a sequence, t of them on this process, B sequences, H heads of this 
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpclm.config import ModelConfig
+from hpclm.config.layer import Layer
 from hpclm.model.attention.backend import flexible
 from hpclm.model.compiled import StackCompilation, failures
-from hpclm.model.position import POSITIONS, Rates, alibi, alibi_slopes, rotary, rotary_rates, rotates
+from hpclm.model.context import Flex, LayerContext
+from hpclm.model.position import POSITIONS, Rates, alibi, alibi_slopes, rotary, rotary_rates
 from hpclm.parallel.mesh import Axis
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.parallel.sequence import SequencePart, pieces, row_blocks
 
 ROWS_PER_BLOCK = 128  # rows of scores computed together
-
-
-class Cache(Protocol):
-    """Keys and values of earlier tokens (see ``model/cache.py``)."""
-
-    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
-        """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
-        ...
-
-
-class AttentionMetadata(NamedTuple):
-    """Positions and masks of a micro-batch, computed once for each kind of layer."""
-
-    positions: Tensor | None
-    """[B or 1, t] if positions restart inside a sample, or this process holds a part; None: 0 .. T-1."""
-    mask: Tensor | None
-    """[B or 1, 1 or H, T, T]: True where attention is allowed, or values to add to the scores; None: causal."""
-    cos: Tensor | None
-    """[T, B or 1, 1, rotated features], for rotary positions."""
-    sin: Tensor | None
-    seed: int | None = None
-    """Dropout seed in this micro-batch; None without dropout."""
-    flex: "Flex | None" = None
-    """For FlexAttention, in place of a mask."""
-    keys: Tensor | None = None
-    """[DROPOUT_SITES] int64 keys of the current layer for counter-based dropout; None: PyTorch's generator."""
-    cache: Cache | None = None
-    """Keys and values of earlier tokens, in generation."""
-    window: int | None = None
-    """Number of tokens that a token attends to, itself included. Replaces a mask, like the next three fields."""
-    documents: Tensor | None = None
-    """[B, T] the document of each token; attention does not cross documents."""
-    starts: tuple[int, ...] | None = None
-    """For each block of rows, the first column of its documents."""
-    slopes: Tensor | None = None
-    """[H] slopes of ALiBi."""
-    part: SequencePart | None = None
-    """The part of each sequence that this process holds; None: all."""
-    weights: Tensor | None = None
-    """[t, B] fp32 weights of this process's tokens in the loss; None without a loss."""
-    reports: "Reports | None" = None
-    """Receives the layer's reports (``model/reports.py``)."""
-
-
-class Reports:
-    """The reports of one layer on one micro-batch.
-
-    Not a dict: libraries that wrap a layer unpack dicts and tuples among its arguments, and may pass copies.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-
-class Flex(NamedTuple):
-    """A micro-batch's masks for FlexAttention, which needs no [T, T] tensor."""
-
-    blocks: Any
-    """BlockMask: the blocks of 128 x 128 scores with any allowed score, and the allowed scores in them."""
-    slopes: Tensor | None
-    """[H] ALiBi slopes of this process's heads."""
-    rows: Tensor | None = None
-    """See SequencePart.places."""
-    alone: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
-    """Compiles FlexAttention separately; None: FlexAttention is compiled with its block."""
 
 
 class ActivationSpec(NamedTuple):
@@ -96,14 +33,14 @@ class ActivationSpec(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Precomputed inputs for attention metadata."""
+    """Precomputed inputs for attention context."""
 
     slopes: Tensor | None = None
     """ALiBi slopes."""
     flex: "Flex | None" = None
     """Replaces a mask."""
     starts: tuple[int, ...] | None = None
-    """See AttentionMetadata.starts, and .part for the next field."""
+    """See LayerContext; likewise ``part``."""
     part: SequencePart | None = None
     rates: Rates | None = None
     """rotary_rates()."""
@@ -117,11 +54,11 @@ class Layouts:
         self,
         config: ModelConfig,
         dtype: torch.dtype,
-        layers: Sequence[str],
+        layers: Sequence[Layer],
         mesh: tuple[Axis, Axis],
         compilation: StackCompilation,
     ):
-        """``layers``: kinds of the layers. ``mesh``: the tensor-parallel and the context-parallel axis."""
+        """``layers``: the blocks. ``mesh``: the tensor-parallel and the context-parallel axis."""
         self.config = config
         self.dtype = dtype
         self.layers = tuple(dict.fromkeys(layers))
@@ -129,8 +66,8 @@ class Layouts:
         self.tp, self.cp = mesh
         self._made: dict[Any, Any] = {}
 
-    def of(self, batch: MicroBatch) -> dict[str, AttentionMetadata]:
-        """The layout of a micro-batch for each kind of layer."""
+    def of(self, batch: MicroBatch) -> dict[Layer, LayerContext]:
+        """The layout of a micro-batch for each block; shared by those with the same window and rotary positions."""
         length = batch.tokens.shape[1] * self.cp.size
         device = batch.tokens.device
         kind = ActivationSpec(length, self.dtype, device)
@@ -146,18 +83,20 @@ class Layouts:
             weights = weights.t().chunk(self.tp.size)[self.tp.rank]
         # layers with the same window share a mask; only documents change it from one micro-batch to the next
         masks = cache(partial(self._block_mask, kind, batch.documents, part))
-        layouts = {}
+        views = {}
         for layer in self.layers:
-            window = seen(self.config, layer, length)
+            if (layer.window, layer.rope) in views:
+                continue
+            window = seen(layer, length)
             flex = None
             special = (batch.documents, slopes, window) != (None, None, None)
             if self._is_flexible(device, special, part):
                 run = None if self.compilation.works else self.compilation.attention_alone
                 flex = Flex(masks(window), slopes, None if part is None else part.places, run)
             prepared = Prepared(slopes, flex, starts, part, self._rates(kind, layer))
-            layout = attention_metadata(self.config, kind, self.tp, batch, layer, prepared)
-            layouts[layer] = layout._replace(weights=weights)
-        return layouts
+            layout = layer_context(self.config, kind, self.tp, batch, layer, prepared)
+            views[layer.window, layer.rope] = layout._replace(weights=weights)
+        return {layer: views[layer.window, layer.rope] for layer in self.layers}
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """The cached result of ``make`` for ``key``."""
@@ -188,52 +127,52 @@ class Layouts:
             return make()
         return self._once((kind, window), make)
 
-    def _rates(self, kind: ActivationSpec, layer: str) -> Rates | None:
+    def _rates(self, kind: ActivationSpec, layer: Layer) -> Rates | None:
         """Rotary rates, cached because longrope's are copied from the host."""
-        if not rotates(self.config, layer):
+        if layer.rope is None:
             return None
-        make = partial(rotary_rates, self.config, layer, kind.length, kind.device)
-        rates: Rates = self._once(("rates", kind, layer), make)
+        make = partial(rotary_rates, self.config, layer.rope, kind.length, kind.device)
+        rates: Rates = self._once(("rates", kind, layer.rope), make)
         return rates
 
 
-def attention_metadata(
+def layer_context(
     config: ModelConfig,
     kind: ActivationSpec,
     tp: Axis,
     batch: MicroBatch,
-    layer: str = "full",
+    layer: Layer | None = None,
     prepared: Prepared = Prepared(),  # noqa: B008 - it is a tuple
-) -> AttentionMetadata:
-    """The layout of a micro-batch for layers of kind ``layer``."""
+) -> LayerContext:
+    """The layout of a micro-batch for ``layer``; None: the first of ``config``."""
+    layer = layer or config.blocks[0]
     positions = batch.positions
     documents = batch.documents
     slopes, flex, starts, part, rates = prepared
     length, dtype, device = kind
-    window = seen(config, layer, length)
+    window = seen(layer, length)
     cos = None
     sin = None
     if part is not None and positions is None:
         positions = part.places[None]
-    if rotates(config, layer):
+    if layer.rope is not None:
         places = torch.arange(length, device=device)[:, None] if positions is None else positions.t()
         # rounded only here: bf16 has 8 bits of precision, so positions above 256 would coincide
-        cos, sin = (x.to(dtype) for x in rotary(places, config, layer, length, rates))
-    metadata = AttentionMetadata(positions, None, cos, sin, batch.seed, flex, part=part)
+        cos, sin = (x.to(dtype) for x in rotary(places, config, layer.rope, length, rates))
+    context = LayerContext(positions, None, cos, sin, batch.seed, flex, part=part)
     biased = POSITIONS[config.positions].slopes is not None
     if flex:
-        return metadata._replace(window=window, documents=documents)
+        return context._replace(window=window, documents=documents)
     if config.attention.dropout or (biased and (documents, window, part) == (None, None, None)):
-        return metadata._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
-    if biased and slopes is None:
-        slopes = alibi_slopes(config.attention.heads, device, tp)
-    return metadata._replace(window=window, documents=documents, starts=starts, slopes=slopes)
+        return context._replace(mask=dense_mask(config, kind, tp, documents, slopes, window))
+    if biased:
+        slopes = alibi_slopes(config.attention.heads, device, tp) if slopes is None else slopes
+    return context._replace(window=window, documents=documents, starts=starts, slopes=slopes if biased else None)
 
 
-def seen(config: ModelConfig, layer: str, length: int) -> int | None:
-    """Number of tokens that a layer of kind ``layer`` attends to; None: all earlier ones."""
-    window = config.attention.window_of(layer)
-    return None if window is None or window >= length else window
+def seen(layer: Layer, length: int) -> int | None:
+    """Number of tokens that ``layer`` attends to in sequences of this length; None: all earlier ones."""
+    return None if layer.window is None or layer.window >= length else layer.window
 
 
 def dense_mask(
@@ -244,7 +183,7 @@ def dense_mask(
     slopes: Tensor | None,
     window: int | None = None,
 ) -> Tensor | None:
-    """See AttentionMetadata.mask; only needed for attention dropout and ALiBi."""
+    """See LayerContext.mask; only needed for attention dropout and ALiBi."""
     length, dtype, device = kind
     biased = POSITIONS[config.positions].slopes is not None
     if documents is None and window is None and not biased:

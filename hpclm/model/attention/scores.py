@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hpclm.model.attention.layout import ROWS_PER_BLOCK, AttentionMetadata, Flex
+from hpclm.model.attention.layout import ROWS_PER_BLOCK
+from hpclm.model.context import Flex, LayerContext
 from hpclm.model.layers import capped, scaled
 from hpclm.parallel.sequence import SequencePart, row_blocks
 
@@ -42,22 +43,22 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
-CAUSAL = AttentionMetadata(None, None, None, None)
+CAUSAL = LayerContext(None, None, None, None)
 """Causal attention to all earlier tokens."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, how: Scores = PLAIN) -> Tensor:
-    """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that ``metadata`` was prepared for."""
-    if metadata.flex is not None:
-        alone = metadata.flex.alone
+def attend(q: Tensor, k: Tensor, v: Tensor, context: LayerContext, how: Scores = PLAIN) -> Tensor:
+    """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that ``context`` was prepared for."""
+    if context.flex is not None:
+        alone = context.flex.alone
         run = flex_attention if alone is None else alone(flex_attention)
-        return run(q, k, v, metadata.flex._replace(alone=None), how)
-    special = (metadata.window, metadata.documents) != (None, None) or not how.plain
-    if metadata.part is not None and not special and metadata.slopes is None and whole_kernels(q):
-        return by_pieces(q, k, v, how, metadata.part)
-    if metadata.mask is None and (special or metadata.part is not None):
-        return blocked(q, k, v, how, metadata)
-    return dot_product_attention(q, k, v, metadata.mask, how)
+        return run(q, k, v, context.flex._replace(alone=None), how)
+    special = (context.window, context.documents) != (None, None) or not how.plain
+    if context.part is not None and not special and context.slopes is None and whole_kernels(q):
+        return by_pieces(q, k, v, how, context.part)
+    if context.mask is None and (special or context.part is not None):
+        return blocked(q, k, v, how, context)
+    return dot_product_attention(q, k, v, context.mask, how)
 
 
 def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN) -> Tensor:
@@ -124,7 +125,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PL
     return y * torch.sigmoid(more.lse - how.sinks[:, None])[..., None].to(y.dtype)
 
 
-def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: AttentionMetadata = CAUSAL) -> Tensor:
+def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, context: LayerContext = CAUSAL) -> Tensor:
     """Causal attention by plain matrix products, one block of rows at a time, skipping columns that no row attends to.
 
     On CPUs, forward and backward at 256 tokens take three quarters of the time of PyTorch's flash kernel. For longer sequences, each
@@ -136,57 +137,57 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, metadata: Atte
     how = how._replace(scale=1.0)
     recompute = k.shape[2] > MAX_SAVED_CONTEXT and torch.is_grad_enabled()
     out = []
-    for number, ((begin, end), rows) in enumerate(_by_blocks(q, k, metadata)):
-        columns = slice(_first(number, begin, metadata), end)
-        given = (rows, k[:, :, columns], v[:, :, columns], begin, how, metadata)
+    for number, ((begin, end), rows) in enumerate(_by_blocks(q, k, context)):
+        columns = slice(_first(number, begin, context), end)
+        given = (rows, k[:, :, columns], v[:, :, columns], begin, how, context)
         out.append(checkpoint(_rows, *given, use_reentrant=False) if recompute else _rows(*given))
     return torch.cat(out, 2)
 
 
-def _by_blocks(q: Tensor, k: Tensor, metadata: AttentionMetadata) -> Iterator[tuple[tuple[int, int], Tensor]]:
+def _by_blocks(q: Tensor, k: Tensor, context: LayerContext) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Begin and end of each block of at most ROWS_PER_BLOCK rows, with its queries."""
-    pieces = ((0, k.shape[2]),) if metadata.part is None else metadata.part.pieces
+    pieces = ((0, k.shape[2]),) if context.part is None else context.part.pieces
     blocks = list(row_blocks(pieces, ROWS_PER_BLOCK))
     return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
 
 
-def _first(number: int, begin: int, metadata: AttentionMetadata) -> int:
+def _first(number: int, begin: int, context: LayerContext) -> int:
     """The first column that row block ``number``, which starts at ``begin``, attends to; rounded down to a multiple of ROWS_PER_BLOCK."""
     first = 0
-    if metadata.starts:
-        first = metadata.starts[number]
-    if metadata.window is not None:
-        first = max(first, begin + 1 - metadata.window)
+    if context.starts:
+        first = context.starts[number]
+    if context.window is not None:
+        first = max(first, begin + 1 - context.window)
     return first // ROWS_PER_BLOCK * ROWS_PER_BLOCK
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, metadata: AttentionMetadata) -> Tensor:
+def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, context: LayerContext) -> Tensor:
     """The output of the rows from ``begin`` on with queries ``q``; ``k`` and ``v`` end with the last of these rows."""
     end = begin + q.shape[2]
     first = end - k.shape[2]
     scores = grouped_scores(q, k, how)
     rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
-    if (metadata.window, metadata.documents, metadata.slopes) == (None, None, None):
+    if (context.window, context.documents, context.slopes) == (None, None, None):
         # only the square on the diagonal needs a mask; earlier columns are visible to every row of the block
         scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
         return weighted(scores, v, None, how)
-    if metadata.slopes is not None:
-        scores = scores + (metadata.slopes[:, None, None] * (columns - rows[:, None])).to(scores.dtype)
-    return weighted(scores.masked_fill(_hidden(rows, columns, metadata), -torch.inf), v, None, how)
+    if context.slopes is not None:
+        scores = scores + (context.slopes[:, None, None] * (columns - rows[:, None])).to(scores.dtype)
+    return weighted(scores.masked_fill(_hidden(rows, columns, context), -torch.inf), v, None, how)
 
 
-def _hidden(rows: Tensor, columns: Tensor, metadata: AttentionMetadata) -> Tensor:
+def _hidden(rows: Tensor, columns: Tensor, context: LayerContext) -> Tensor:
     """[B or 1, 1 or H, rows, columns]: True where a row does not attend to a column. Rows and columns are consecutive indices."""
     hidden = (columns > rows[:, None])[None, None]
-    if metadata.window is not None:
-        hidden = hidden | (columns <= rows[:, None] - metadata.window)
-    if metadata.documents is not None:
-        of_rows, of_columns = (metadata.documents[:, index] for index in (rows, columns))
+    if context.window is not None:
+        hidden = hidden | (columns <= rows[:, None] - context.window)
+    if context.documents is not None:
+        of_rows, of_columns = (context.documents[:, index] for index in (rows, columns))
         hidden = hidden | (of_rows[:, None, :, None] != of_columns[:, None, None, :])
     return hidden
 
 
-def largest_scores(q: Tensor, k: Tensor, scale: float | None, metadata: AttentionMetadata) -> Tensor:
+def largest_scores(q: Tensor, k: Tensor, scale: float | None, context: LayerContext) -> Tensor:
     """[B, H, t, D] queries, [B, G, T, D] keys -> [H] each head's largest score, in fp32, before caps and biases; without gradient.
 
     Costs an extra product in blocks of rows, since the kernels of scaled_dot_product_attention do not return scores.
@@ -194,12 +195,12 @@ def largest_scores(q: Tensor, k: Tensor, scale: float | None, metadata: Attentio
     q = q.detach()
     k = k.detach()
     largest = q.new_full(q.shape[1:2], -torch.inf)
-    for number, ((begin, end), queries) in enumerate(_by_blocks(q, k, metadata)):
-        first = _first(number, begin, metadata)
+    for number, ((begin, end), queries) in enumerate(_by_blocks(q, k, context)):
+        first = _first(number, begin, context)
         rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
-        hidden = _hidden(rows, columns, metadata)
-        if metadata.mask is not None:
-            mask = metadata.mask[:, :, begin:end, first:end]
+        hidden = _hidden(rows, columns, context)
+        if context.mask is not None:
+            mask = context.mask[:, :, begin:end, first:end]
             hidden = hidden | (~mask if mask.dtype == torch.bool else mask == -torch.inf)
         scores = grouped_scores(queries, k[:, :, first:end], Scores(scale))
         largest = torch.maximum(largest, scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))

@@ -9,7 +9,7 @@ from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.reporting import history, images
 from hpclm.reporting.charts import charts
-from hpclm.reporting.experts import COLUMNS, EXPERT_FIGURES, MIN_COLUMNS, expert_history
+from hpclm.reporting.expert_history import COLUMNS, EXPERT_FIGURES, MIN_COLUMNS, expert_history
 from tests.reporting import made
 
 pytest.importorskip("bokeh")

@@ -101,7 +101,7 @@ def mlp_pattern(sparse: Sequence[bool]) -> dict[str, Any]:
 
 def dense_layers(config: ModelConfig) -> list[int]:
     """Numbers of the layers without experts."""
-    return [i for i in range(config.layers) if not config.experts.in_layer(i)]
+    return [number for number, layer in enumerate(config.blocks) if layer.experts is None]
 
 
 def absent(config: ModelConfig) -> Iterator[str]:

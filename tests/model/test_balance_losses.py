@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpclm.config import ModelConfig
-from hpclm.model.attention.layout import AttentionMetadata, Reports
-from hpclm.model.balance import COUNTS, add_balance_losses, tokens_of_experts
+from hpclm.model.balance_losses import COUNTS, add_balance_losses, tokens_of_experts
+from hpclm.model.context import LayerContext, Reports
 
 LOSSES = {
     "experts.balance_sequence": 0.5,
@@ -23,9 +23,9 @@ def told(scores, chosen, weights, load=None, **more):
     shape = {"experts.count": count, "experts.per_token": k, "experts.router_choice_bias": True, **{**LOSSES, **more}}
     scores = scores.clone().requires_grad_()
     choice = SimpleNamespace(logits=scores.log(), scores=scores, chosen=chosen)
-    metadata = AttentionMetadata(None, None, None, None, weights=weights, reports=Reports())
+    metadata = LayerContext(None, None, None, None, weights=weights, reports=Reports())
     x = torch.zeros(*weights.shape, 3, requires_grad=True)
-    add_balance_losses(x, metadata, ModelConfig.of(shape), choice, load, ()).sum().backward()
+    add_balance_losses(x, metadata, ModelConfig.of(shape).experts, choice, load, ()).sum().backward()
     return metadata.reports.values, scores.grad
 
 

@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig, ParallelConfig
-from hpclm.model.attention.layout import AttentionMetadata
-from hpclm.model.balance import add_balance_losses, normalized
-from hpclm.model.init import InitSpec, TensorParallelModule
+from hpclm.config.experts import ExpertsConfig
+from hpclm.model.balance_losses import add_balance_losses, normalized
+from hpclm.model.context import LayerContext
+from hpclm.model.init import TensorParallelModule
 from hpclm.model.layers import ACTIVATIONS, MLP, activated
+from hpclm.model.weights import Table
 from hpclm.parallel.collectives import all_gather, gather, scatter
 from hpclm.parallel.dispatch import on_host, route
 from hpclm.parallel.mesh import SINGLE, Axis, Mesh
-from hpclm.parallel.placement import Placement
 
 ALIGNMENT = 16  # rows of grouped_mm must be a multiple of this many bytes
 
@@ -51,17 +52,15 @@ class Routing(NamedTuple):
 class Router(TensorParallelModule):
     """Chooses experts in fp32: rounding to bf16 would change the choice between close scores (Fedus et al. 2022, section 2.4)."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis):
+    def __init__(self, config: ExpertsConfig, table: Table, generator: torch.Generator, tp: Axis):
+        """``table``: of weights.router()."""
         super().__init__(tp)
         self.config = config
-        count = config.experts.count
-        self.weight = self.new_parameter(
-            "weight", InitSpec.normal(Placement((count, config.hidden)), config.init_std, generator)
-        )
-        self.bias = self.optional_parameter("bias", InitSpec(Placement((count,))), config.experts.router_bias)
+        self.weight = self.declared(table, "weight", generator)
+        self.bias = self.optional(table, "bias")
         self.choice_bias: Tensor | None
-        """[E] fp32; engines keep it in fp32, and they move it, not gradients."""
-        self.new_buffer("choice_bias", torch.zeros(count, device="cpu") if config.experts.router_choice_bias else None)
+        """[E] fp32; engines keep it in fp32 and move it, gradients do not."""
+        self.new_buffer("choice_bias", torch.zeros(config.count, device="cpu") if config.router_choice_bias else None)
         self.load: Tensor | None = None
         """[E] fp32: each expert's tokens in the previous step, divided by the mean; set by engines with model.experts.balance_step."""
         self.received: tuple[int, int] | None = None
@@ -73,58 +72,45 @@ class Router(TensorParallelModule):
         weight = self.replicated(self.weight).to(x.dtype).float()
         bias = None if self.bias is None else self.replicated(self.bias).to(x.dtype).float()
         logits = F.linear(x.float(), weight, bias)
-        scores = logits.softmax(-1) if self.config.experts.router_score == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if self.config.router_score == "softmax" else logits.sigmoid()
         chosen = self._choose(scores.detach())
         factors = scores.gather(-1, chosen)
-        if self.config.experts.router_normalize:
+        if self.config.router_normalize:
             factors = normalized(factors)
-        return Routing(logits, scores, chosen, factors * self.config.experts.router_scale)
+        return Routing(logits, scores, chosen, factors * self.config.router_scale)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[t, B, E] scores -> [t, B, k] experts."""
         config = self.config
         if self.choice_bias is not None:
             scores = scores + self.choice_bias
-        if config.experts.router_groups > 1:
-            grouped = scores.unflatten(-1, (config.experts.router_groups, -1))
-            best = grouped.topk(2, -1).values.sum(-1).topk(config.experts.router_top_groups, -1).indices
+        if config.router_groups > 1:
+            grouped = scores.unflatten(-1, (config.router_groups, -1))
+            best = grouped.topk(2, -1).values.sum(-1).topk(config.router_top_groups, -1).indices
             taken = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0)
             scores = grouped.masked_fill(taken[..., None] == 0, -torch.inf).flatten(-2)
-        return scores.topk(config.experts.per_token, -1).indices
+        return scores.topk(config.per_token, -1).indices
 
 
 class Experts(TensorParallelModule):
     """The experts of this process: rows sorted by expert [m, C] -> results times the rows' factors [m, C].
 
-    If gated, ``up`` holds the rows of the gate, then the rows of the up projection. With tensor parallelism, each result is a partial sum.
+    With tensor parallelism, each result is a partial sum.
     """
 
     loops = False
     """Whether to compute one expert after the other, without grouped_mm."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, axes: ExpertAxes):
+    def __init__(self, activation: str, table: Table, generator: torch.Generator, tp: Axis, split: bool):
+        """``activation``: model.activation. ``table``: of weights.stacked_experts(). ``split``: see ExpertAxes."""
         super().__init__(tp)
-        self.split = axes.split
-        self.kind = config.activation
-        self.activation = ACTIVATIONS[config.activation]
-        count = config.experts.count
-        width = config.hidden
-        inner = config.expert_width
-        branches = 1 + config.gated
-        std = config.init_std / (2 * config.layers) ** 0.5  # see RowLinear
-        shared_out = dict(data_dim=0, data_ranks=axes.ep.size)
-        rows, columns = (1, 2) if axes.split else (None, None)
-        up = Placement((count, branches * inner, width), rows, branches, **shared_out)
-        down = Placement((count, width, inner), columns, **shared_out)
-        self.up = self.new_parameter("up", InitSpec.normal(up, config.init_std, generator))
-        self.down = self.new_parameter("down", InitSpec.normal(down, std, generator))
-        self.up_bias: nn.Parameter | None = None
-        self.down_bias: nn.Parameter | None = None
-        if config.biases[2]:
-            self.up_bias = self.new_parameter(
-                "up_bias", InitSpec(Placement(up.shape[:2], rows, branches, **shared_out))
-            )
-            self.down_bias = self.new_parameter("down_bias", InitSpec(Placement((count, width), **shared_out)))
+        self.split = split
+        self.kind = activation
+        self.activation = ACTIVATIONS[activation]
+        self.up = self.declared(table, "up", generator)
+        self.down = self.declared(table, "down", generator)
+        self.up_bias = self.optional(table, "up_bias")
+        self.down_bias = self.optional(table, "down_bias")
 
     def forward(self, x: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
         """[m, C] rows, the first ``counts[0]`` for the first expert, and the factors [m] of their results -> [m, C]."""
@@ -202,19 +188,29 @@ class _ScaledProduct(torch.autograd.Function):
 class ExpertMLP(nn.Module):
     """Router, experts and shared experts: [t, B, C] -> [t, B, C]."""
 
-    def __init__(self, config: ModelConfig, generator: torch.Generator, tp: Axis, axes: ExpertAxes):
+    def __init__(
+        self,
+        config: ModelConfig,
+        experts: ExpertsConfig,
+        table: Table,
+        generator: torch.Generator,
+        tp: Axis,
+        axes: ExpertAxes,
+    ):
+        """``table``: the MLP in weights.block()."""
         super().__init__()
-        self.config = config
+        self.config = experts
         self.tp = tp
         self.axes = axes
-        self.router = Router(config, generator, tp)
-        self.experts = Experts(config, generator, tp, axes)
-        self.shared = MLP(config, generator, tp, config.experts.shared_ffn) if config.experts.shared_ffn else None
+        self.router = Router(experts, table.parts["router"], generator, tp)
+        self.experts = Experts(config.activation, table.parts["experts"], generator, tp, axes.split)
+        shared = table.parts.get("shared")
+        self.shared = MLP(config, shared, generator, tp) if shared else None
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         """[t, B, C] -> [t, B, C]."""
         routing = self.router(x)
-        x = add_balance_losses(x, metadata, self.config, routing, self.router.load, (self.tp, self.axes.cp))
+        x = add_balance_losses(x, context, self.config, routing, self.router.load, (self.tp, self.axes.cp))
         chosen = routing.chosen
         factors = routing.factors.to(x.dtype)
         tokens = x
@@ -231,8 +227,8 @@ class ExpertMLP(nn.Module):
         return y
 
     def compute(self, x: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
-        """[T, B, C] tokens, and the [T, B, k] experts and factors of each -> [T, B, C]."""
-        way = route(chosen.flatten(0, 1), self.config.experts.count, self.axes.ep)
+        """[T, B, C] tokens, their [T, B, k] experts and the factors of these -> [T, B, C]."""
+        way = route(chosen.flatten(0, 1), self.config.count, self.axes.ep)
         if way.sizes is not None:
             self.router.received = sum(way.sizes[1]), way.places.numel()
         rows = way.send(x.flatten(0, 1))

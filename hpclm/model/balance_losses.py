@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpclm.config import ModelConfig
-from hpclm.model.attention.layout import AttentionMetadata
+from hpclm.config.experts import ExpertsConfig
+from hpclm.model.context import LayerContext
 from hpclm.model.reports import add_loss
 from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import Axis
@@ -23,8 +23,8 @@ COUNTS = "expert_tokens/"
 SMALLEST_SUM = 1e-20  # added to sums of scores, as in DeepSeek-V3: sigmoids may all be 0
 
 
-class RouterChoice(Protocol):
-    """The experts that a router chose; see hpclm.model.experts.Routing."""
+class Choice(Protocol):
+    """A router's choice; see hpclm.model.expert_mlp.Routing."""
 
     @property
     def logits(self) -> Tensor:
@@ -41,39 +41,39 @@ class RouterChoice(Protocol):
 
 def add_balance_losses(
     x: Tensor,
-    metadata: AttentionMetadata,
-    config: ModelConfig,
-    choice: RouterChoice,
+    context: LayerContext,
+    config: ExpertsConfig,
+    choice: Choice,
     load: Tensor | None,
     axes: Sequence[Axis],
 ) -> Tensor:
-    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: those
-    over which sequences are divided. Reports each expert's tokens; does nothing without a loss."""
-    if metadata.weights is None or metadata.reports is None:
+    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: of the
+    processes that divide the sequences of a micro-batch. Reports each token's experts; does nothing without a loss."""
+    if context.weights is None or context.reports is None:
         return x
-    counted = (metadata.weights > 0).long()
-    counts = tokens_of_experts(choice.chosen, counted, config.experts.count)
-    metadata.reports.values[COUNTS] = counts.sum(0)
+    counted = (context.weights > 0).long()
+    counts = tokens_of_experts(choice.chosen, counted, config.count)
+    context.reports.values[COUNTS] = counts.sum(0)
     # Wang et al. 2024 and DeepSeek-V3: affinities that sum to 1
-    shares = choice.scores if config.experts.router_score == "softmax" else normalized(choice.scores)
-    if config.experts.balance_sequence or config.experts.balance_micro_batch:
+    shares = choice.scores if config.router_score == "softmax" else normalized(choice.scores)
+    if config.balance_sequence or config.balance_micro_batch:
         of_sequences = torch.cat([counts, counted.sum(0)[:, None]], 1)
         for axis in axes:
             of_sequences = all_reduce(of_sequences, axis)
         hits = of_sequences[:, :-1].float()
         tokens = of_sequences[:, -1:]
-        factor = config.experts.count / config.experts.per_token
-        if config.experts.balance_sequence:
+        factor = config.count / config.per_token
+        if config.balance_sequence:
             values = (shares * (hits * factor / tokens.clamp(min=1))).sum(-1)
-            x = add_loss(metadata, x, "balance_loss_sequence", values, config.experts.balance_sequence)
-        if config.experts.balance_micro_batch:
+            x = add_loss(context, x, "balance_loss_sequence", values, config.balance_sequence)
+        if config.balance_micro_batch:
             values = (shares * (hits.sum(0) * factor / tokens.sum().clamp(min=1))).sum(-1)
-            x = add_loss(metadata, x, "balance_loss_micro_batch", values, config.experts.balance_micro_batch)
-    if config.experts.balance_step:
+            x = add_loss(context, x, "balance_loss_micro_batch", values, config.balance_micro_batch)
+    if config.balance_step:
         assert load is not None, "the engine sets Router.load"
-        x = add_loss(metadata, x, "balance_loss_step", (shares * load).sum(-1), config.experts.balance_step)
-    if config.experts.router_z_loss:
-        x = add_loss(metadata, x, "router_z_loss", choice.logits.logsumexp(-1).square(), config.experts.router_z_loss)
+        x = add_loss(context, x, "balance_loss_step", (shares * load).sum(-1), config.balance_step)
+    if config.router_z_loss:
+        x = add_loss(context, x, "router_z_loss", choice.logits.logsumexp(-1).square(), config.router_z_loss)
     return x
 
 

@@ -1,5 +1,6 @@
 """When a run begins, decides whether data.split divides datasets between documents or inside documents (data.split_by)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -12,15 +13,16 @@ from hpclm.data.scan import SharedFacts
 SplitBy = Literal["documents", "tokens"]
 
 
-def resolved(run: RunConfig, begun: SplitBy | None = None) -> RunConfig:
+def resolved(run: RunConfig, begun: Callable[[], SplitBy | None] = lambda: None) -> RunConfig:
     """``run`` with data.split_by, if data.split divides its data.
 
-    ``begun``: the value that the run has begun with, which it keeps; None for a new run. ConfigError if the data cannot be opened.
+    ``begun``: returns the value that the run has begun with, which it keeps; None for a new run. ConfigError if the data cannot be
+    opened.
     """
     data = run.data
     if data.split_by or data.source != "indexed" or data.train or not (data.prefix or data.blend):
         return run
-    return replace(run, data=replace(data, split_by=begun or _chosen(run)))
+    return replace(run, data=replace(data, split_by=begun() or _chosen(run)))
 
 
 def _chosen(run: RunConfig) -> SplitBy:

@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     from hpclm.inference import run_settings
 
     config = run_settings.checked_settings(run, overrides, reads_text=False)
-    config = split_by.resolved(config, config_history.split_by(Path(config.out)))
+    config = split_by.resolved(config, partial(config_history.split_by, Path(config.out)))
     source = sources.build_source(config.data, config.model, config.seed)
 
     from hpclm.base.progress import Bar

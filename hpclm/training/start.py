@@ -7,7 +7,7 @@ it imports PyTorch, otherwise rank 0 once the ranks have met. Checks that need a
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +109,7 @@ class RunStart:
     @cached_property
     def settings(self) -> RunConfig:
         """The settings, with data.split_by decided by the data; ConfigError if the data cannot be opened."""
-        return split_by.resolved(self.run, config_history.split_by(self.out))
+        return split_by.resolved(self.run, partial(config_history.split_by, self.out))
 
     def length(self, source: Source) -> Length:
         """The end of the run on the data ``source``."""

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def test_a_text_gives_the_settings_that_it_gives_in_python_and_is_tokenized_once
     run = command_line.resolved_settings(words)
     assert "99 documents" in capsys.readouterr().out and run.model.vocab_size == 257
     trained = hpclm.train("small", TINY, data="text.jsonl", steps=1, device="cpu", out="runs/a").settings
-    assert arguments.whole(trained) == arguments.whole(split_by.resolved(run, config_history.split_by(Path(run.out))))
+    assert arguments.whole(trained) == arguments.whole(
+        split_by.resolved(run, partial(config_history.split_by, Path(run.out)))
+    )
     again = command_line.resolved_settings(["data=text.jsonl", *words[1:-1], words[0]])
     assert arguments.whole(again) == arguments.whole(trained)  # which has begun, and keeps how its data is divided
     assert command_line.resolved_settings([*words, "model.vocab_size=300"]).model.vocab_size == 300

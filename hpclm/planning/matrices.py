@@ -74,7 +74,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     # divided experts are held by fewer processes, and have separate rounds
     rest = _exchange(every[0], layout, optim, zero)
     own = _exchange(every[1], layout.of_experts, optim, zero)
-    return Exchange(
+    return ExchangeCost(
         rest.flops + own.flops,
         rest.sent + own.sent,
         max(rest.memory, own.memory),
@@ -82,7 +82,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
     )
 
 
-def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int) -> Exchange:
+def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int) -> ExchangeCost:
     """The cost of these weights for a GPU. ``layout``: for these weights."""
     kind = optimizer.kind(optim)
     state = {name: kind.state(name, shape(weight), optim) for name, weight in dict(every).items()}

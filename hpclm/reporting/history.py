@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpclm.base import metric_names
 from hpclm.base.errors import MACHINE, unread
-from hpclm.reporting.attempts import Attempt, Signs, attempts
+from hpclm.reporting.attempts import AttemptReport, Signs, attempts
 from hpclm.reporting.expert_history import ExpertHistory, expert_history
 from hpclm.rundir import events, metrics_file
 from hpclm.rundir.rows import Row, fits

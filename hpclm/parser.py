@@ -102,17 +102,17 @@ class Parser(argparse.ArgumentParser):
         self.add_runs_folder()
 
     def add_runs_folder(self) -> None:
-        """The option --runs."""
+        """Add the option --runs."""
         text = "where runs are (default: runs)"
         folder: dict[str, Any] = dict(dest="runs_folder", type=paths.option_path, default=Path("runs"))
         self.add_argument("--runs", metavar="FOLDER", help=text, **folder)
 
     def add_gpus_kind(self, help: str) -> None:
-        """The option --gpus-kind."""
+        """Add the option --gpus-kind."""
         self.add_argument("--gpus-kind", default="H100", metavar="KIND", help=help)
 
     def add_json(self, help: str) -> None:
-        """The option --json."""
+        """Add the option --json."""
         self.add_argument("--json", dest="as_json", action="store_true", help=help)
 
     def add_sweep(self, starts: str = "start") -> None:
@@ -124,12 +124,12 @@ class Parser(argparse.ArgumentParser):
         several.add_argument("--parallel", type=whole(1), metavar="N", help=at_once)
 
     def add_from(self, more: str = "") -> None:
-        """The option --from."""
+        """Add the option --from."""
         back = f"continue from the checkpoint of this step; newer ones are set aside, not deleted{more}"
         self.add_argument("--from", dest="resume_step", type=whole(0), metavar="STEP", help=back)
 
     def add_wait(self, help: str) -> None:
-        """The option --wait."""
+        """Add the option --wait."""
         from_0 = number(lambda value: 0 <= value < math.inf, "a number of seconds from 0")
         self.add_argument("--wait", type=from_0, default=300, metavar="SECONDS", help=f"{help} (default: 300)")
 

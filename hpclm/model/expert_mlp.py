@@ -53,7 +53,7 @@ class Router(TensorParallelModule):
     """Chooses experts in fp32: rounding to bf16 would change the choice between close scores (Fedus et al. 2022, section 2.4)."""
 
     def __init__(self, config: ExpertsConfig, table: Table, generator: torch.Generator, tp: Axis):
-        """``table``: of weights.router()."""
+        """``table``: made by weights.router()."""
         super().__init__(tp)
         self.config = config
         self.weight = self.declared(table, "weight", generator)
@@ -102,7 +102,7 @@ class Experts(TensorParallelModule):
     """Whether to compute one expert after the other, without grouped_mm."""
 
     def __init__(self, activation: str, table: Table, generator: torch.Generator, tp: Axis, split: bool):
-        """``activation``: model.activation. ``table``: of weights.stacked_experts(). ``split``: see ExpertAxes."""
+        """``activation``: model.activation. ``table``: made by weights.stacked_experts(). ``split``: see ExpertAxes."""
         super().__init__(tp)
         self.split = split
         self.kind = activation
@@ -197,7 +197,7 @@ class ExpertMLP(nn.Module):
         tp: Axis,
         axes: ExpertAxes,
     ):
-        """``table``: the MLP in weights.block()."""
+        """``table``: the MLP's part of weights.block()."""
         super().__init__()
         self.config = experts
         self.tp = tp

@@ -58,7 +58,7 @@ class ColumnLinear(TensorParallelModule):
     """Multiplication in FP8; None without engine.fp8."""
 
     def __init__(self, table: Table, generator: torch.Generator, tp: Axis):
-        """``table``: of weights.column_linear()."""
+        """``table``: made by weights.column_linear()."""
         super().__init__(tp)
         self.weight = self.declared(table, "weight", generator)
         self.bias = self.optional(table, "bias")
@@ -76,7 +76,7 @@ class RowLinear(TensorParallelModule):
     """See ColumnLinear."""
 
     def __init__(self, table: Table, generator: torch.Generator, tp: Axis):
-        """``table``: of weights.row_linear()."""
+        """``table``: made by weights.row_linear()."""
         super().__init__(tp)
         self.weight = self.declared(table, "weight", generator)
         self.bias = self.optional(table, "bias")
@@ -100,7 +100,7 @@ class Norm(TensorParallelModule):
     """
 
     def __init__(self, config: ModelConfig, table: Table, tp: Axis):
-        """``table``: of weights.norm()."""
+        """``table``: made by weights.norm()."""
         super().__init__(tp)
         self.norm, self.biased = NORMS[config.norm]
         self.eps = config.norm_eps
@@ -189,7 +189,7 @@ class MLP(nn.Module):
     """[t, B, C] -> [t, B, C]. If gated, ``up`` holds the rows of the gate, then the rows of the up projection."""
 
     def __init__(self, config: ModelConfig, table: Table, generator: torch.Generator, tp: Axis):
-        """``table``: of weights.mlp()."""
+        """``table``: made by weights.mlp()."""
         super().__init__()
         self.kind = config.activation
         learned = table.parts.get("activation")

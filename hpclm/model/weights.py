@@ -43,7 +43,7 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """Number of parameters."""
+        """Number of its parameters."""
         return math.prod(self.shape)
 
     @property

@@ -35,7 +35,7 @@ class Attention(TensorParallelModule):
         generator: torch.Generator,
         tp: Axis,
     ):
-        """``table``: of weights.attention()."""
+        """``table``: made by weights.attention()."""
         super().__init__(tp)
         self.per_group = mixer.heads // mixer.groups
         self.width = config.head_width

@@ -87,7 +87,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _datasets(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:
     """The differences between the training datasets, one sentence each."""
     if len(before) != len(after):
-        yield f"data.prefix, data.train or data.blend: there were {len(before)} training datasets and are now {len(after)}"
+        yield f"data.prefix, data.train or data.blend: there were {len(before)} training datasets, and now there are {len(after)}"
         return
     for number, (old, new) in enumerate(zip(before, after, strict=True), 1):
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]

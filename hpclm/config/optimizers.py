@@ -12,7 +12,7 @@ from typing import Any, Literal
 Where = Literal["weight", "matrix", "everywhere"]
 Shape = Sequence[int]
 Settings = Any
-"""An OptimConfig, which is defined by this table and cannot be imported here."""
+"""An OptimConfig. It cannot be imported here, because its definition uses this table."""
 EXAMPLES: Sequence[tuple[str, Shape]] = (
     ("block0.mlp.up.weight", (2, 2)),
     ("block0.norm1.weight", (2,)),
@@ -66,13 +66,13 @@ class OptimizerKind:
     state: Callable[[str, Shape, Settings], State]
     """(name, shape, settings) of a weight -> the tensors of its state, which checkpoints store as ``optim.TENSOR.WEIGHT``."""
     group_state: tuple[str, ...] = ()
-    """Numbers in a parameter group that updates change, equal on all processes."""
+    """Names of numbers in a parameter group that each update changes, in the same way on all processes."""
     matrices: Callable[[str, Shape], bool] | None = None
     """Whether one process updates the weight with this name and shape as a whole matrix; None: False for every weight."""
     cost: Callable[[Settings, Sequence[tuple[int, int]]], MatrixCost] = lambda optim, parts: MatrixCost()
     """The cost of a weight that is updated as a whole matrix; ``parts``: the shapes (A, B) of the matrices that it fuses."""
     settings: tuple[str, ...] = ()
-    """The settings under ``optim`` that it reads and some other optimizer does not."""
+    """The settings under ``optim`` that it reads, except those that every optimizer reads."""
     exact: Mapping[str, Any] = field(default_factory=dict)
     """The values of settings with which it computes everything in fp32."""
     family: str = "adamw"
@@ -116,7 +116,8 @@ def dimensions(name: str, shape: Shape) -> int:
 def block_matrix(name: str, shape: Shape) -> bool:
     """Whether a weight is a matrix of a block, or a stack of such matrices; False for embeddings, output projection, norms, biases.
 
-    The router's weight counts, as in Megatron-LM and in Moonlight, where Muon changed routers most (Liu et al. 2025).
+    The router's weight is one of them, as in Megatron-LM and in Moonlight (Liu et al. 2025), where Muon made the largest difference to
+    routers.
     """
     return dimensions(name, shape) == 2 and name.startswith("block")
 

@@ -63,7 +63,7 @@ def opened(node: yaml.Node) -> yaml.Node:
 
 
 def refused(key: str, node: yaml.Node, kind: Any, more: str = "") -> ConfigError:
-    """The error that a value is not of ``kind``, with how to write it."""
+    """The error for a value that is not of ``kind``. It says how to write the value, if that is clear."""
     value = plain(node)
     inner = required(kind)
     sentence = f"{shown_setting(key, value)} must be {type_text(kind)}{more}"
@@ -138,7 +138,7 @@ def _all(named: list[tuple[str, yaml.Node, Any]]) -> list[Any]:
 
 
 def _as_meant(key: str, kind: Any, value: Any) -> str:
-    """``: `` and ``value`` written as a value of ``kind``, if the intent is clear; else empty."""
+    """The end of the error: a colon, and ``value`` as it should be written. Empty if the intent is unclear."""
     if kind == list[str] and isinstance(value, (str, int, float)):
         element = "..." if key.startswith(SECRET) else value
         return f": {shlex.quote(f'{key}=[{element}]')}"

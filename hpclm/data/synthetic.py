@@ -13,7 +13,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class SyntheticSamples:
-    """Sample i counts up from a random token by a stride, with documents in between."""
+    """A sample is a series of documents. Each document counts up from a random token by a random stride."""
 
     dtype = np.dtype(np.int64)
 

@@ -47,7 +47,7 @@ BUCKET_MB = 32.0
 
 
 def unavailable() -> str | None:
-    """The reason why this PyTorch cannot run the engine, or None: an old PipelineStage does not take the shapes of gradients."""
+    """The reason why this PyTorch cannot run the engine; None if it can. An old PipelineStage does not take the shapes of gradients."""
     if "input_grads" in inspect.signature(PipelineStage).parameters:
         return None
     return torch_too_old("pipelining", torch.__version__)
@@ -172,7 +172,7 @@ class PipeliningEngine(BaseEngine):
         passed.requires_grad_()
         ids = torch.empty(sequences, self.config.model.context // self.mesh.cp.size, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        # each with its gradient
+        # the shape of a value, and the shape of its gradient
         received: tuple[Tensor, Tensor | None] = (passed, passed.detach())
         sent: tuple[Tensor, Tensor | None] = (passed, passed.detach())
         if index == 0:

@@ -1,4 +1,4 @@
-"""Measures how well a run's model predicts held-out data, a text or a dataset, or performs tasks.
+"""Measures how well a run's model performs tasks, or predicts held-out data, a text or a dataset.
 
 Libraries that take seconds to import are imported after errors in the settings have been reported.
 """
@@ -34,7 +34,7 @@ class TaskRequest:
     shots: int | None = None
     """Examples before each question; None: the task's default."""
     batch: int = 16
-    """Texts that are read together."""
+    """Number of texts in a batch of the model."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TaskScores:
 
 
 def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores:
-    """Score the newest checkpoint at tasks."""
+    """Score the newest checkpoint on tasks."""
     from hpclm.inference import run_settings, task_names
 
     config = run_settings.checked_settings(run, overrides, reads_text=True)
@@ -82,7 +82,7 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
     tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
     compute = run_model.place(config)
     model, progress = run_model.load_model(run, config, text.tokenizer.fingerprint, compute)
-    # the library ends its processes with SIGTERM, and would wait if it were ignored
+    # lm-evaluation-harness ends its worker processes with SIGTERM, and would wait for workers that ignore it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with naming_tasks():
         scores, samples = tasks.score(model.to(compute.dtype), text, wanted.batch)

@@ -33,10 +33,10 @@ MICRO = 2
 
 
 def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int], pdb: bool = False) -> int:
-    """Call ``train`` in this process with the settings ``changed`` by ``overrides``; returns its exit code.
+    """Call ``train`` in this process with the settings ``changed``; returns its exit code.
 
-    The run directory is OUT-debug, and is emptied first. ``pdb``: on a terminal, open the debugger at an exception that
-    is not an HpclmError.
+    ``changes``: the settings that debugging changes, to be printed. The run directory is OUT-debug, and is emptied first. ``pdb``: on a
+    terminal, open the debugger at an exception that is not an HpclmError.
     """
     print("debug: one process, in the foreground, with these settings changed:", file=sys.stderr)
     for change in changes:
@@ -51,7 +51,7 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
         (out / "checkpoints.saved").unlink(missing_ok=True)
         (out / metrics_file.NAME).unlink(missing_ok=True)
     settings.dump(changed, out / "config.yaml")
-    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # a GPU's error appears where its cause is
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # so that the operation that fails on a GPU raises the error itself
     faulthandler.enable()
     from torch.autograd import set_detect_anomaly
 

@@ -27,7 +27,7 @@ from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import summary
 from hpclm.training.start import Check, RunStart
 
-WIDEST_BUILT = 2048  # model.hidden up to which a block is built on the login node: 200 MB
+WIDEST_BUILT = 2048  # largest model.hidden for which a block (200 MB) is built on the login node
 SIGNAL = re.compile(r"(?:[A-Z]+:)?\w+@(\d+)")  # the value of #SBATCH --signal
 
 
@@ -36,7 +36,7 @@ def check_submission(
 ) -> RunStart:
     """Run all checks that are possible here, without writing anything. ConfigError names every problem.
 
-    Returns the start, which has the files that the checks have read. ``cluster``: the launcher, or "debug". ``queued``: the run will
+    Returns a RunStart that keeps the files that the checks have read. ``cluster``: the launcher, or "debug". ``queued``: the run will
     follow a job in the queue. ``resume_step``: the checkpoint to continue from. ``with_data``: also check the dataset.
     """
     job = run.job
@@ -76,7 +76,7 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
         ("engine.name", run.engine.name, ENGINES, "hpclm.engine"),
     ]
     for kind, name, table, module in names:
-        if name not in table:  # hpclm's own names exist, and some take seconds to load
+        if name not in table:  # hpclm's own names need no check, and some take seconds to load
             loaded = lookup(kind, name, table, import_module(module).CHECK)
             if kind == "engine.name":
                 from hpclm.engine import check_supports
@@ -96,7 +96,7 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
 
 
 def _check_optimizer(run: RunConfig) -> None:
-    """ConfigError if the user's optimizer cannot train in this layout. Only the job itself finds problems that need a GPU."""
+    """ConfigError if the user's optimizer cannot train in this layout. Problems that appear only on a GPU are found by the job itself."""
     from hpclm.engine.user_optimizers import check_optimizer
     from hpclm.optim.trial import NeedsGPUError
 
@@ -121,7 +121,7 @@ def warn_of_missing_paths(run: RunConfig) -> None:
 
 
 def _not_here(job: JobConfig) -> Iterator[tuple[str, Path]]:
-    """Settings of paths that do not exist on this machine, with the path."""
+    """The settings whose path does not exist on this machine: a text for messages, and the path."""
     paths = [("job.mounts", mount.partition(":")[0]) for mount in job.mounts]
     if job.venv:
         paths.append(("job.venv", f"{job.venv}/bin/activate"))
@@ -148,7 +148,7 @@ def _existing(path: Path) -> Path:
 
 
 def refuse_without_room(out: Path, script: str) -> None:
-    """ConfigError if Slurm would warn a job with ``script`` of its end before its first step.
+    """ConfigError if a job with ``script`` would receive Slurm's warning before it completes a step.
 
     Times are estimated from the last start of the run in ``out``. A job without a time limit has its partition's limit.
     """

@@ -56,7 +56,7 @@ class WholeMatrices(Protocol):
 
     @property
     def rounds(self) -> Sequence[Sequence[int]]:
-        """Numbers of the matrices that processes update at the same time."""
+        """For each round, the numbers of the matrices that processes update at the same time."""
 
     @property
     def worked_on(self) -> Sequence[str]:
@@ -75,12 +75,13 @@ class MatrixOptimizer(Protocol):
     """An optimizer that updates some weights as whole matrices, chosen by its row in OPTIMIZERS."""
 
     def share(self, exchange: WholeMatrices) -> None:
-        """Called once, before the first step. ``exchange`` has these weights in the optimizer's order. The matrices of this
-        process's experts take the place of a stack."""
+        """Called once, before the first step. ``exchange`` has the matrices of these weights in the optimizer's order. A stack of
+        experts is replaced by the matrices of this process's experts."""
 
 
 def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:
-    """Factor on the learning rate, and weight decay, of a weight: from optim.decayed, and every entry of optim.groups in order."""
+    """A weight's factor on the learning rate, and its weight decay. Matching entries of optim.groups override optim.decayed; of
+    several, the last one counts."""
     embedding = name.startswith(("tokens.", "entry."))
     matrix = dimensions(name, shape) >= 2
     decays = optim.decayed == "all" or (matrix and not (optim.decayed == "non_embedding" and embedding))

@@ -123,7 +123,7 @@ def _explanation(run: RunConfig, kind: Kind) -> Iterator[str]:
 
 
 def smaller(run: RunConfig, kind: Kind) -> dict[str, float]:
-    """Single changes of settings that need less memory by the planner's estimate, such as half the micro-batch -> bytes needed."""
+    """Changes, such as half the micro-batch, each of which saves memory by the planner's estimate -> bytes that the run then needs."""
     changes = (
         dict(batch=replace(run.batch, micro_size=max(1, run.batch.micro_size // 2))),
         dict(engine=replace(run.engine, recompute="full")),

@@ -1,7 +1,7 @@
 """Time of an optimizer step, in seconds: matrix products, memory traffic and communication, in sequence unless they overlap.
 
-n = tokens of a micro-batch, T tokens of a sample, C hidden width, V padded vocabulary, t tensor-parallel ranks, k experts per token, R
-ranks that divide the experts. Experts are assumed to have equal loads, and to multiply as fast as other layers.
+T = tokens of a sample, C hidden width, t tensor-parallel ranks, m micro-batches of a step, p pipeline stages, v chunks of a stage, k
+experts per token. Experts are assumed to have equal loads, and to multiply as fast as other layers.
 """
 
 from dataclasses import dataclass, fields
@@ -31,8 +31,8 @@ QUANTIZING = 5
 WEIGHT_TRAFFIC = 18
 """Bytes per parameter and micro-batch: products, casts, accumulation."""
 WAIT = 1e-4
-"""Seconds per layer with experts in which the host waits for the number of rows to send. They include a small all-to-all, a copy to the
-host, and launches until the GPU is busy again. This is an assumption, not a measurement."""
+"""Seconds that the host waits, in each layer with experts, for the number of rows to send. They include a small all-to-all, a copy to
+the host, and launches until the GPU is busy again. This is an assumption, not a measurement."""
 EXPOSED = 0.1
 """Fraction of overlapped communication that still costs time, fitted to published multi-node runs."""
 
@@ -56,8 +56,8 @@ class Step:
     pipeline: float
     """Sending activations and their gradients between stages."""
     data: float
-    """Communication of gradients and weights between replicas that computation does not hide; with hybrid sharding, only between replicas
-    that divide the weights."""
+    """The part of the communication of gradients and weights between replicas that computation does not hide. With hybrid sharding: only
+    between replicas that divide the weights."""
     replicate: float
     """Communication, not hidden by computation, between replicas with the same shard."""
     optimizer: float
@@ -100,12 +100,12 @@ def bubble(layout: Layout) -> float:
 def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volume]:
     """Bytes that one GPU of each stage sends in a step.
 
-    tensor: a layer's forward pass makes 4 gathers and scatters of its activations, its backward pass 4 and with sequence parallelism 2
-    more (Korthikanti et al. 2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for stage 3 (Rajbhandari et
-    al. 2020, section 7); values that are not kept are sent again for each micro-batch. replicate: an all-reduce of the gradients of a
-    shard: once, except that sums not in fp32 are not kept until the last micro-batch. context: a layer gathers keys and values, again if
-    they are recomputed, and reduce-scatters their gradients. expert: the k rows of each token go to their experts and back, in the
-    forward pass, again if it is recomputed, and in the backward pass.
+    tensor: a layer gathers and scatters its activations 4 times in the forward pass and 6 times in the backward pass, 2 of them because
+    of sequence parallelism (Korthikanti et al. 2022, section 4.2.2). data: 2 psi elements a step for ZeRO stages 0 to 2, 3 psi for stage
+    3 (Rajbhandari et al. 2020, section 7); values that are not kept are sent again for each micro-batch. replicate: an all-reduce of a
+    shard's gradients, once a step, or for each micro-batch if they are not summed in fp32. context: a layer gathers keys and values,
+    again if they are recomputed, and reduce-scatters their gradients. expert: the k rows of each token go to their experts and back, in
+    the forward pass, again if it is recomputed, and in the backward pass.
     """
     t = layout.tensor
     m = layout.accumulation
@@ -118,7 +118,7 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
         if costs.fp8:  # attention and MLP each gather their inputs in one byte in the forward pass
             gathers = stage.total(lambda layer: len(count.linears(model, layer)) / 2)
             collectives -= _in_fp8(stage) * gathers * (1 + recomputed) / 2
-        # each tensor-parallel rank with a whole expert has a part of its gradient, from other tokens
+        # tensor-parallel ranks with the same whole expert read different tokens, so they sum its gradient
         of_wholes = 0 if layout.split_experts else 8 * experts(model, layout, stage)
         rows_moved = stage.total(lambda layer: expert_rows(model, layout, layer.experts) if layer.experts else 0.0)
         moved = (4 + 2 * recomputed) * rows_moved * model.hidden * costs.element
@@ -269,8 +269,8 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
     """Forward and backward pass of one micro-batch through a stage: FLOPs of products and of attention's core, and bytes of memory
     traffic. The backward pass does each product twice.
 
-    A block's products cost 2 FLOPs a weight and token (Kaplan et al. 2020), for experts once for each of a token's k; attention's core 4
-    T C a token, half of it masked.
+    A block's products cost 2 FLOPs per weight and token (Kaplan et al. 2020), counting only the k experts that a token goes to.
+    Attention's core costs 4 T C per token, of which the mask leaves half.
     """
     tokens = layout.tokens(model)
     t = layout.tensor

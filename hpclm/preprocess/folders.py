@@ -15,7 +15,8 @@ KINDS = (*JSON_LINES, *TABLES)
 TEXT = ".txt"
 """Extension of the files to read in a folder without any of ``KINDS``."""
 UNPACKED_FIRST = re.compile(r"\.(xz|bz2|lz4|zip|lzma|7z|snappy|br)$", re.IGNORECASE)
-"""Extensions of compressed files that cannot be read. They are ignored in a name, so that such a shard is refused, not left out."""
+"""Extensions of compressed files that cannot be read. files_in() ignores this extension, so that
+such a shard is found and later refused, not silently left out."""
 ABOUT = {"dataset_info.json", "dataset_infos.json"}
 """Descriptions that accompany the data."""
 SPLITS = {"train", "validation", "valid", "val", "dev", "test"}

@@ -101,7 +101,7 @@ class PreprocessOptions:
 
     @property
     def fairseq(self) -> Mapping[str, object]:
-        """The options with fairseq's names that are given."""
+        """The given options among those named as in fairseq."""
         names = ("only_source", "trainpref", "validpref", "testpref", "srcdict", "destdir")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -186,7 +186,7 @@ def _chat(options: PreprocessOptions, model: str | None) -> Chat:
 
 
 def _corpus(options: PreprocessOptions, share: Share) -> InputCorpus:
-    """The inputs, and a dataset for each key; for conversations, their tokens and their loss mask."""
+    """The inputs, and the datasets to write: one for each key. Conversations get two, for tokens and for the loss mask."""
     keys = options.json_keys or ["text"]
     if options.chat:
         inputs = find(options.chat, "jsonl", READ)
@@ -210,7 +210,7 @@ def _corpus(options: PreprocessOptions, share: Share) -> InputCorpus:
 
 
 def _fairseq(options: PreprocessOptions, share: Share) -> tuple[tuple[InputCorpus, ...], Dictionary | None]:
-    """The datasets of fairseq's options, and their dictionary; None in its place if another tokenizer is given."""
+    """The datasets that fairseq's options describe, and their dictionary, which is None if a tokenizer is given."""
     if share.parts > 1:
         raise ConfigError(f"fairseq's options run in one process, not {share.parts}; give --workers to use more cores")
     folder = Path(options.destdir or "data-bin")

@@ -17,7 +17,8 @@ VERSION = re.compile(r"(?!0000)([0-9]{4}|[1-9][0-9]{4,8})\.yaml")
 
 
 def replace(out: Path, text: str) -> tuple[bytes | None, str]:
-    """Make ``text`` the config.yaml of ``out``; returns the content before, and the path of the copy, empty if that failed."""
+    """Make ``text`` the config.yaml of ``out``; returns the previous content, and the path of the new copy in the
+    history; the path is empty if no copy could be made."""
     folder = out / HISTORY
     new = text.encode()
     kept = list[str]()

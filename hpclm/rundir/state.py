@@ -22,7 +22,7 @@ SILENT = 30.0  # seconds without a heartbeat after which a run that cannot be se
 BY_SCHEDULER = ("TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "REVOKED")
 """States of jobs that the scheduler ended."""
 UNLIMITED = re.compile(r"UNLIMITED|36[45]-")
-"""The time left of a job without a limit; at first squeue may count down from a year."""
+"""The time left, as squeue shows it, of a job without a limit. Shortly after the start, that may be a year or almost a year."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hpclm.sinks.feed import note
 log = logging.getLogger(__name__)
 SECONDS: Mapping[int, float] = {ExitCode.DONE: 30.0, ExitCode.REQUEUE: 5.0}
 """Exit code -> seconds for the last rows. A preempted run has little time, and its next attempt sends them."""
-FAILED = 2.0  # seconds after an error
+FAILED = 2.0  # seconds for the last rows after an error
 
 
 class Sinks:

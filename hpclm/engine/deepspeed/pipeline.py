@@ -44,7 +44,7 @@ class Part(nn.Module):
         self.reported: dict[str, Tensor] = {}
         """Values reported by layers and loss since the last reset."""
         self.factor = 1.0
-        """Factor on the loss, beyond the token weights."""
+        """Factor on the loss, in addition to the token weights."""
 
     def forward(self, x: Tensor) -> Any:
         """[B, T] ids or [t, B, C] activations of the next micro-batch -> activations, or in the last stage the loss."""
@@ -79,9 +79,9 @@ class Pipeline(PipelineModule):
             super().__init__(layers, topology=topology, partition_method="uniform")
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
-        """Weights shared by several stages, which add up their gradients.
+        """The weights that several stages share, for DeepSpeed to sum their gradients.
 
-        DeepSpeed keeps gradients that it accumulates in another type in `grad_accum`, but does not look there.
+        If gradients are accumulated in another type, DeepSpeed keeps them in `grad_accum`, but sums only `grad`.
         """
         tied = [
             (getattr(weight, "grad_accum", None), weight, group)
@@ -104,7 +104,7 @@ class PipelineEngine(WrappedEngine):
         parts = stages(config, specs, compute)
         model = stack_of(config, compute, parts[mesh.pp.rank], place_on(compute))
         if config.engine.compile:
-            model.compile_blocks(whole=False, replicas=mesh.dp)  # its hooks break graphs
+            model.compile_blocks(whole=False, replicas=mesh.dp)  # DeepSpeed's hooks break graphs
         first = {name: holders[0] for name, holders in owners(parts).items() if mesh.pp.rank in holders}
         weights = [
             ShardedParameter(name, p, model.placements[name], duplicate=first[name.split(".")[0]] != mesh.pp.rank)
@@ -124,13 +124,16 @@ class PipelineEngine(WrappedEngine):
         self.state = PartitionedOptimizer(self.engine.optimizer, optimizer, config.optim, group_weights, mesh.dp)
 
     def forward_backward(self, inputs: StepInputs) -> Tensor:
-        """Run all micro-batches through all stages, and the update: DeepSpeed reduces, clips, and skips steps that are not finite."""
+        """Run all micro-batches through all stages and update the weights.
+
+        DeepSpeed reduces and clips the gradients, and skips steps that are not finite.
+        """
         engine = self.engine
         count = len(inputs.batches)
         factor = inputs.factor
         if self.scale:
             engine.optimizer.override_loss_scale(factor)
-        # a batch ramp-up changes the number, which DeepSpeed reads from its settings only once
+        # a batch ramp-up changes the number of micro-batches, which DeepSpeed reads from its settings only once
         if count != engine.micro_batches:
             engine.set_train_batch_size(count * self.config.plan.micro_size * self.mesh.dp.size)
         # DeepSpeed averages over micro-batches; in fp16 the token weights already include the loss scale
@@ -139,7 +142,7 @@ class PipelineEngine(WrappedEngine):
         self.part.factor = count / factor
         with self.timers(self.backward_timer):
             loss = engine.train_batch(ids(inputs.batches))
-        return loss.double()  # every replica has the same mean; their sum is the sum of the weighted losses
+        return loss.double()  # the same mean on every replica; the sum over replicas is the sum of the weighted losses
 
     def finish_backward(self) -> None:
         """Nothing to do: train_batch has reduced the gradients."""
@@ -154,7 +157,7 @@ class PipelineEngine(WrappedEngine):
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.part.factor = 1.0
         for _, alike in groupby(batches, lambda batch: batch.tokens.shape):
-            # DeepSpeed sends the shape of activations once, before the first batch; another shape must be sent again
+            # DeepSpeed sends the shape of activations only before the first batch, so a new shape needs a reset
             self.engine.reset_activation_shape()
             while some := list(islice(alike, self.mesh.pp.size)):
                 masks = [batch.mask() for batch in some]

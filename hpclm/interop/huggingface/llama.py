@@ -103,7 +103,7 @@ def bias_reasons(biases: Sequence[str | bool]) -> Any:
 
 
 def window_unread(tree: Json) -> Iterator[str]:
-    """Window keys in a class without windows."""
+    """Errors for keys that ask for windows in a class without windows."""
     if set(tree.get("layer_types") or []) - {"full_attention"}:
         yield f"layer_types={tree['layer_types']}, but this class has full attention in all layers"
     window = tree.get("sliding_window")
@@ -114,7 +114,7 @@ def window_unread(tree: Json) -> Iterator[str]:
 
 
 def other_layers(tree: Json) -> Iterator[str]:
-    """Kinds of layers that a class with a single kind does not read."""
+    """Errors for layer_types in a class with a single kind of layer, if they name another kind."""
     kind = "full_attention" if tree["sliding_window"] is None else "sliding_attention"
     if set(tree.get("layer_types") or []) - {kind}:
         yield f"layer_types={tree['layer_types']}, but with sliding_window={tree['sliding_window']} this class has {kind} in all layers"
@@ -261,7 +261,7 @@ EPS = -1e-6
 
 
 def apertus_rules(config: ModelConfig) -> Iterable[ConversionRule]:
-    """The conversion rule of each weight. Theirs has two constants among the weights, which transformers itself does not set."""
+    """The conversion rule of each weight. transformers' class also stores two constants as weights, which it does not set itself."""
     for rule in rules(config, APERTUS_MODULES):
         if not rule.ours.endswith(".alpha_n"):
             yield rule

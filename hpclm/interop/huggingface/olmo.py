@@ -1,4 +1,4 @@
-"""transformers' Olmo2ForCausalLM and Olmo3ForCausalLM: norms after the sublayers, and over all heads of q and of k."""
+"""transformers' Olmo2ForCausalLM and Olmo3ForCausalLM: norms follow the sublayers, and the norms of q and k span all heads."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +31,7 @@ OLMO2 = replace(
 
 
 def read_settings(tree: Json) -> dict[str, Any]:
-    """OLMo 3's settings: layers with a window have their own rotary positions, unscaled in its own models."""
+    """OLMo 3's settings. Layers with a window have their own rotary positions, which the published models do not scale."""
     full, near = shape.by_kind(tree)
     layers = shape.layers(tree, shape.full_every(4), turned=True)
     far = shape.rope(tree, THETA, parameters=full)
@@ -39,7 +39,8 @@ def read_settings(tree: Json) -> dict[str, Any]:
 
 
 def described_olmo3(config: ModelConfig) -> dict[str, Any]:
-    """The keys that read_settings() reads; transformers 5 applies one rope_theta to one kind of layers only."""
+    """The keys that read_settings() reads. They state rope_theta for each kind of layer, because transformers 5 applies a single
+    rope_theta to only one kind."""
     return (
         shape.described_biases(config, llama.ALL_ATTENTION)
         | {"layer_types": shape.layer_types(config), "sliding_window": config.attention.window}

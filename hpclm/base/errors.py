@@ -50,7 +50,7 @@ class ExitCode(IntEnum):
 
 
 FAILURES = frozenset(ExitCode) - {ExitCode.DONE, ExitCode.USAGE}
-"""The exit codes of a rank that no signal has ended."""
+"""The exit codes that sys.exit() in a rank may keep; any other code becomes FAILED."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MACHINE = {*FULL, errno.EIO, errno.EROFS, errno.ESTALE, errno.EREMOTEIO}
 """Faults of a disk: full, failing or unreachable."""

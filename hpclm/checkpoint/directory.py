@@ -32,7 +32,7 @@ def names(folder: Path) -> list[str]:
     except OSError as error:  # not the same as empty: the run must not start from scratch because of it
         if error.errno in REFUSED:
             raise ConfigError(
-                f"{folder} cannot be read: {error.strerror}; check what it is, and its permissions"
+                f"{folder} cannot be read: {error.strerror}; check the path and its permissions"
             ) from None
         raise HpclmError(f"{folder} cannot be read now: {error.strerror}; check the disk, then start again") from error
 

@@ -12,7 +12,7 @@ REQUESTS = {
     "save": ("save-now", "saving; see: hpclm checkpoints"),
     "stop": ("stop", "saved and ended; continue with: hpclm resume"),
 }
-"""Request -> the name of the control file, and the message after a run has complied, which the run's name follows."""
+"""Request -> the name of the control file, and the message that precedes the name of a run that has complied."""
 PATIENCE = 5.0  # time limit in seconds for a scheduler's answer
 CODES = {ExitCode.FAILED: "a run does not comply", ExitCode.INVALID: "a run is not training"}
 

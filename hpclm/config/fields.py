@@ -110,7 +110,7 @@ def as_yaml(value: Any) -> str:
 
 
 def as_word(value: Any) -> str:
-    """A value as a word key=value has it: text verbatim, any other value as YAML."""
+    """A value as it is written in key=value: text verbatim, any other value as YAML."""
     return value if isinstance(value, str) else as_yaml(value)
 
 

@@ -11,13 +11,13 @@ from hpclm.config.reading import Content
 from hpclm.config.sbatch import OPTIONS
 from hpclm.config.settings import Setting, of_file
 
-FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: a site file is not read again for it; ~ and $NAME are expanded in paths.\n"
+FIRST = f"# Every setting of a run of hpclm {__version__}, resolved: site files are already applied, and not read again; ~ and $NAME are expanded in paths.\n"
 COUNT = "# {} settings\n"
 """The second line. It distinguishes a file that has lost settings from a file of a version with fewer settings."""
 _FIRST = re.compile(r"# Every setting of a run of hpclm \S+, resolved:")
 _COUNT = re.compile(r"[^\n]*\n# (\d+) settings\n")
 REQUESTS = tuple(option.key for option in OPTIONS.values() if option.harmless)
-"""Options of sbatch that cannot run code, so that a settings file may have them even if others could have written it."""
+"""Options of sbatch that cannot run code. A settings file that other users can write may set them."""
 NAME = "config.yaml"
 HISTORY = "config-history"
 """The folder with earlier versions of config.yaml."""

@@ -118,5 +118,5 @@ def _dtype(path: Path, version: int, code: int) -> np.dtype:
         )
     if code not in DTYPES:
         names = {code: dtype.name for code, dtype in DTYPES.items()}
-        raise ConfigError(f"{path} has dtype code {code}; tokens have one of {names}")
+        raise ConfigError(f"{path} has dtype code {code}; token ids need one of these codes: {names}")
     return DTYPES[code]

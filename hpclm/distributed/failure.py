@@ -68,7 +68,7 @@ def verdict(folder: Path) -> FailureVerdict | None:
 
 
 def _runs_here(info: RankInfo) -> bool:
-    """Whether a rank's process runs on this machine: it waits for the others and has not noticed their end."""
+    """Whether a rank's process still runs on this machine. Such a rank is not lost: it waits for the others and has not noticed their end."""
     return info.machine == files.here() and processes.started(info.pid) is not None
 
 

@@ -11,7 +11,7 @@ from hpclm.node import environment
 from hpclm.rundir import code
 
 TRAP = "trap '' TERM USR1 USR2"
-"""Keeps signals from ending the set-up. The supervisor inherits it, until it handles signals and forwards them to the ranks."""
+"""Keeps signals from ending the set-up. The supervisor inherits this trap; later it handles signals itself and forwards them to the ranks."""
 FAILED = '[ $? = 0 ] || { echo "the set-up of the job has failed" >&2; exit 64; }'
 """Ends the job if the last line before it has failed."""
 

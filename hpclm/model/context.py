@@ -38,11 +38,11 @@ class LayerContext(NamedTuple):
     cache: Cache | None = None
     """Keys and values of earlier tokens, in generation."""
     window: int | None = None
-    """Number of tokens that a token attends to, itself included. Without a mask, like the next three."""
+    """Number of tokens that a token attends to, itself included. Like the next three fields, set only if ``mask`` is None."""
     documents: Tensor | None = None
     """[B, T] the document of each token; attention does not cross documents."""
     starts: tuple[int, ...] | None = None
-    """For each block of rows, the first column of its documents."""
+    """For each block of queries, the index of the first key in the same documents; see block_starts()."""
     slopes: Tensor | None = None
     """[H] slopes of ALiBi."""
     part: SequencePart | None = None

@@ -72,7 +72,7 @@ def _report_os_error(error: OSError, redact: Callable[[str], str]) -> int:
             way_out = "free space on the disk, then start again"
     elif error.errno in REFUSED and error.filename is not None:
         code = ExitCode.INVALID
-        way_out = "check what it is, and its permissions"
+        way_out = "check the path and its permissions"
     else:
         return _unexpected(error, redact)
     say(redact(f"error: {target}: {error.strerror}; {way_out}"), file=sys.stderr)
@@ -98,7 +98,7 @@ def _drop_output() -> None:
 
 
 def _standard_output() -> str:
-    """Standard output, as the target in an error that names no file: errors of other files name them (``files.naming``)."""
+    """The name of standard output, for an error without a file name. Errors of all other files have one (``files.naming``)."""
     with suppress(OSError):
         target = os.readlink("/proc/self/fd/1")  # noqa: PTH115 - it may be a pipe
         if target.startswith("/"):

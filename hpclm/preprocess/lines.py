@@ -17,7 +17,8 @@ class UnreadableLineError(Exception):
 
 
 def read_line(line: bytes, format: Format, keys: tuple[str, ...], begin: int = 0) -> list[str]:
-    """The texts of a line; none for a blank line of JSONL. Accepts the JSON that Python's json accepts. UnreadableLineError.
+    """The texts of a line; none for a blank line of JSONL. Accepts the JSON that Python's json accepts. Raises
+    UnreadableLineError.
 
     ``begin``: offset of a piece of a document in the line, in bytes.
     """

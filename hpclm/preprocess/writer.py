@@ -89,7 +89,8 @@ class Writer:
         """
         if sizes.sum() != tokens.size or documents.sum() != sizes.size:
             raise ValueError(
-                f"{tokens.size} tokens in sequences of {sizes.sum()}, {sizes.size} in documents of {documents.sum()}"
+                f"sizes add up to {sizes.sum()}, but there are {tokens.size} tokens; documents add up to {documents.sum()}, but there are "
+                f"{sizes.size} sequences"
             )
         if modes is not None:
             if self.sequences != self._modes.tell():

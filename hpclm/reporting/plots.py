@@ -60,7 +60,7 @@ def _curves(chart: Chart) -> "figure":
             step, value = curve.left
             cross: Any = {"marker": "x", "size": 14, "line_width": 3, "level": "overlay"}
             plot.scatter([step], [value], color=curve.colour or INK, **cross)
-    # the pointer shows the values of all curves at a step, even off the chart, because anchors on the axis find the step
+    # anchors on the axis find the pointer's step, so that values outside the chart are shown too
     values = [dict(zip(curve.steps.tolist(), chart.said(curve), strict=True)) for curve in chart.coloured]
     steps = sorted(set().union(*values))
     columns: dict[str, Any] = {"step": steps, "height": [chart.bottom for _ in steps]}
@@ -80,7 +80,7 @@ def _heat_map(heat_map: HeatMap) -> "figure":
     plot = _axes(heat_map.first, heat_map.last, -0.5, heat_map.experts - 0.5, "expert")
     plot.grid.grid_line_color = None
     plot.yaxis.ticker = BasicTicker(min_interval=1)
-    # extend the scale's first colour below 1 %, so that only 0 has the colour of no token
+    # extend the scale's first colour below 1 %, so that only a load of 0 has the colour NO_TOKEN
     below = math.ceil(len(LOADS) * math.log(LOWEST) / math.log(RANGE**2))
     low = LOWEST / RANGE ** (2 * below / len(LOADS))
     palette = [*(LOADS[0] for _ in range(below)), *LOADS]

@@ -62,7 +62,7 @@ def failed_without_main(out: Path) -> Callable[[str], None]:
 
 
 def _recorded(out: Path, generation: int | None) -> Row:
-    """The first event of a rank on the end of the attempt of this ``generation``; empty without one."""
+    """The first event in which a rank recorded the end of the attempt ``generation``; empty without one."""
     if generation is not None:
         with suppress(OSError, ConfigError):
             for event in events.of_kind(events.read_events(out), "ended"):
@@ -96,7 +96,7 @@ class RunSummary:
     """
 
     def __init__(self, out: Path, lease: Lease | None = None, generation: int | None = None):
-        """``generation``: of the lease, if another process holds it."""
+        """``generation``: the generation of the lease, if another process holds it."""
         self._out = out
         self._lease = lease
         self.generation = lease.generation if lease else generation
@@ -217,7 +217,7 @@ class RunSummary:
             folder.sync(self._out)
 
     def _start_seconds(self, now: float | None, step: float | None = 0.0) -> Row:
-        """The duration of this attempt's start, which ended at ``now``; its first step, of ``step`` seconds, does not count."""
+        """Seconds from this attempt's beginning to ``now``, without its first step, which took ``step`` seconds."""
         if not (now and self._began):
             return {}
         return {"start_seconds": round(max(0.0, now - self._began - (step or 0.0)), 1)}

@@ -52,7 +52,9 @@ def log_start(config: RunConfig, plan: Plan, context: DistributedContext, length
     if context.size > 1:
         by = "locally" if context.world.launcher == "local" else f"by {context.world.launcher}"
         started = f"{context.size} processes, launched {by}, on {', '.join(context.hosts)}"
-        logger.info("%s; micro-batches of %d, %d a step for each", started, plan.micro_size, plan.accumulation(0))
+        logger.info(
+            "%s; micro-batch size %d, %d per replica in each step", started, plan.micro_size, plan.accumulation(0)
+        )
 
 
 def _limit(budget: BudgetConfig, steps: int) -> str:
@@ -99,7 +101,7 @@ def other_budget(progress: Progress, samples: int | None) -> None:
 
 
 def changed_schedule(before: Schedule, now: Schedule, progress: Progress) -> None:
-    """Warn if the next step has another learning rate or batch than ``before``, by the settings of the last attempt."""
+    """Warn if the learning rate or batch size of the next step differs from that of ``before``, the last attempt's schedule."""
     step = progress.step
     samples = progress.samples
     changes = []
@@ -113,7 +115,7 @@ def changed_schedule(before: Schedule, now: Schedule, progress: Progress) -> Non
     if changes:
         old_end, new_end = _end(before.length), _end(now.length)
         end = f"; the run ends {new_end} instead of {old_end}" if old_end != new_end else ""
-        logger.warning("with the settings of the last attempt replaced, %s%s", " and ".join(changes), end)
+        logger.warning("the settings differ from the last attempt's: %s%s", " and ".join(changes), end)
 
 
 def _end(length: Length) -> str:

@@ -161,7 +161,7 @@ DAMAGE = {
     "another version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "version 2"),
     "float tokens": (lambda raw: raw[:17] + b"\x06" + raw[18:], r"dtype code 6 \(float64\)"),
     "narrow float tokens": (lambda raw: raw[:17] + b"\x07" + raw[18:], "dtype code 7 .float32 in Megatron"),
-    "tokens of no type": (lambda raw: raw[:17] + b"\x0b" + raw[18:], "dtype code 11; tokens have one of"),
+    "tokens of no type": (lambda raw: raw[:17] + b"\x0b" + raw[18:], "dtype code 11; token ids need one of"),
     "a count that lies": (lambda raw: raw[:18] + struct.pack("<Q", 2**60) + raw[26:], f"{2**60} sequences"),
     "cut short": (lambda raw: raw[:-8], "114 bytes long, but 4 sequences and 5 document bounds need 122"),
     "negative size": (

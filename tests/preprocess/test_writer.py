@@ -72,7 +72,10 @@ def test_fairseqs_layout_refuses_what_it_cannot_store(documents, tmp_path):
 
 
 def test_counts_that_do_not_add_up_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="3 tokens in sequences of 2"), Writer(tmp_path / "x", "u2") as writer:
+    with (
+        pytest.raises(ValueError, match="sizes add up to 2, but there are 3 tokens"),
+        Writer(tmp_path / "x", "u2") as writer,
+    ):
         writer.extend(np.arange(3), np.array([2]), np.array([1]))
     assert list(tmp_path.iterdir()) == []
 

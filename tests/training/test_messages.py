@@ -70,7 +70,7 @@ def test_a_run_of_several_processes_says_how_they_share_a_step(tmp_path, caplog)
         context = SimpleNamespace(job=OwnJob(), size=4, world=SimpleNamespace(launcher=launcher), hosts=("a", "b"))
         with caplog.at_level(logging.INFO):
             messages.log_start(run(tmp_path, *words), Plan(4, 32, 2), context, Length(10, 320), 1000)
-        assert f"4 processes, launched {by}, on a, b; micro-batches of 2, 4 a step for each" in caplog.messages
+        assert f"4 processes, launched {by}, on a, b; micro-batch size 2, 4 per replica in each step" in caplog.messages
 
 
 def test_the_budget_that_ends_a_run_before_its_steps_is_named():

@@ -47,7 +47,7 @@ class Scheduler(ABC):
         """Submit the script at ``path``; returns the job's ID, or ID;CLUSTER.
 
         ``lock``: the descriptor of a lock. The process that submits inherits it (`keep` of ``processes.ask``), and so holds the lock
-        even if this one is killed. ConfigError if the scheduler refuses the job; another HpclmError if it may be in the queue.
+        even if the calling process is killed. ConfigError if the scheduler refuses the job; another HpclmError if it may be in the queue.
         """
 
     def on(self, cluster: str) -> "Scheduler":
@@ -103,7 +103,7 @@ class Scheduler(ABC):
         return ""
 
     def end_step(self, job: OwnJob, code: int) -> None:  # noqa: B027  # most schedulers need nothing
-        """End the step of the calling process, which exits with ``code``: the scheduler's process that started it is dead."""
+        """End the job step of the calling process, which exits with ``code``, because the scheduler's process that started it is dead."""
 
 
 def current_job(cluster: str = "auto", env: Mapping[str, str] = os.environ) -> OwnJob:

@@ -4,7 +4,8 @@ from hpclm.node import import_errors
 
 if __name__ == "hpclm.submit":  # the module would replace the function
     raise ImportError(
-        "hpclm.submit is a function: import hpclm; on a command line: python -m hpclm.submit", name=__name__
+        "hpclm.submit is a function: import hpclm and call it; on a command line, use python -m hpclm.submit",
+        name=__name__,
     )
 
 if __name__ == "__main__":

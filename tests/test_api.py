@@ -280,7 +280,7 @@ def test_mistakes_are_errors_with_every_problem(tmp_path):
     with pytest.raises(hpclm.ConfigError, match=r"settings are given as {'model\.layers': \.\.\.}"):
         hpclm.train("small", layers=2)
     with pytest.raises(
-        hpclm.ConfigError, match=r"data\.prefix is not set; give data=, a text or the prefix of a dataset"
+        hpclm.ConfigError, match=r"data\.prefix is not set; give data= \(a text or the prefix of a dataset\)"
     ):
         hpclm.train("small")
     with pytest.raises(hpclm.ConfigError, match="train: missing a required argument: 'base'"):

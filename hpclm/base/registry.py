@@ -46,7 +46,7 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
     if standard(getattr(named, "__module__", None)):
         wrong = "is part of Python's standard library"
     if wrong:
-        raise ConfigError(f"{kind} {name!r} {wrong}; `hpclm docs your-own-code` shows what your own must be")
+        raise ConfigError(f"{kind} {name!r} {wrong}; `hpclm docs your-own-code` describes what it must be")
     return named
 
 

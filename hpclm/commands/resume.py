@@ -49,5 +49,5 @@ def parser() -> Parser:
     options.add_argument(
         "rest", nargs=argparse.REMAINDER, metavar="...", help="what to change, as hpclm submit takes it"
     )
-    options.add_argument("--from", dest="resume_step", metavar="STEP", help=argparse.SUPPRESS)  # before RUN, too
+    options.add_argument("--from", dest="resume_step", metavar="STEP", help=argparse.SUPPRESS)  # for --from before RUN
     return options

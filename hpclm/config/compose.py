@@ -1,4 +1,5 @@
-"""Read settings from layers: defaults, a site file, a settings file, key=value arguments. One RunConfig, or every problem at once.
+"""Read settings from layers: defaults, a site file, a settings file, key=value arguments. The result is a RunConfig, or an error with
+every problem.
 
 Later layers override earlier ones, key by key. Mappings (job.env, job.options) are merged name by name; {} empties them.
 """
@@ -77,7 +78,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), site: Pa
         settings = _from_site(site, problems) + settings
     run = merge([*settings, *_without_other_lengths(given), *given], problems)
     names = {setting.key for setting in given}
-    # a budget on the command line only tries a file's settings for some steps, so a short one is a warning and not an error
+    # a budget on the command line is often a short trial of a file's settings, so a short one is a warning and not an error
     tries = any(key.startswith("budget.") for key in names) and not names & {"optim.warmup", "optim.wsd_decay"}
     # lexists: if the folder cannot be read, the start of the run reports it
     if not resolved and not (path is not None and tries) and not lexists(Path(run.out) / run_file.NAME):

@@ -24,7 +24,7 @@ SHAPES = {
 }
 WITHOUT_SPACES = ("partition", "exclude", "nodelist", "modules")
 NOTIFY = re.compile(r"https?://[!-.0-~][!-~]*|\$[A-Za-z_]\w*")
-MAIL = """Slurm sends it: 'job.options={mail-type: "END,FAIL", mail-user: you@example.org}'"""
+MAIL = """let Slurm send it: 'job.options={mail-type: "END,FAIL", mail-user: you@example.org}'"""
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that bash protects, and variables that give a process its rank.
 RESERVED = re.compile(
@@ -246,8 +246,8 @@ class ClusterConfig(Section, key="cluster"):
     )
     hang_minutes: float = setting(
         5.0,
-        "Minutes without progress that end a run, with all stacks and the blocking rank; six times as long for "
-        "start-up, first step, evaluations and saves. 0: off.",
+        "Minutes without progress after which a run ends, and reports all stacks and the blocking rank; six times as "
+        "long for start-up, first step, evaluations and saves. 0: off.",
         at_least=0,
     )
     interface: str | None = setting(

@@ -183,15 +183,15 @@ def _unmeasured(run: Any) -> str:
     needs = f"{assignment(run, 'checkpoint.keep_best')} needs evaluations of the steps that are saved"
     settings = f"{assignment(run, 'checkpoint.every')} and {assignment(run, 'evaluate.every')}"
     if not saving.every:
-        return f"{needs}; with {settings} they fall together by chance only"
+        return f"{needs}; with {settings} they coincide only by chance"
     if saving.every % measured == 0:
         return ""
-    only = f"only multiples of {lcm(saving.every, measured)} have one, and the last step"
+    only = f"only the last step and multiples of {lcm(saving.every, measured)} have one"
     return f"{needs}; with {settings} {only}. Set evaluate.every to a divisor of checkpoint.every"
 
 
 def _without_unit(run: Any) -> bool:
-    """Whether no setting in optim.unit is set."""
+    """Whether none of the lengths that are measured in optim.unit is set."""
     optim = run.optim
     lengths = (optim.warmup, optim.schedule_length, optim.period, optim.wsd_decay)
     return not any(lengths) and run.batch.rampup is None
@@ -208,7 +208,7 @@ WARNINGS = (
     ),
     Rule(_unmeasured, _unmeasured),
 )
-"""Settings that have no effect because of another section's settings, which the user may intend."""
+"""Settings that have no effect because of settings in another section. These are warnings, because the user may intend that."""
 
 
 class Division:
@@ -284,7 +284,7 @@ OF_PROCESSES = (
 OF_TRAINING = (
     Rule(
         lambda run: run.data.source == "indexed" and not (run.data.prefix or run.data.blend or run.data.train),
-        "data.prefix is not set; give data=, a text or the prefix of a dataset, or data.blend or data.train, or data.source=synthetic",
+        "data.prefix is not set; give data= (a text or the prefix of a dataset), data.blend, data.train or data.source=synthetic",
     ),
     Rule(
         lambda run: not run.budget.given,

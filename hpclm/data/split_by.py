@@ -26,7 +26,8 @@ def resolved(run: RunConfig, begun: Callable[[], SplitBy | None] = lambda: None)
 
 
 def _chosen(run: RunConfig) -> SplitBy:
-    """Returns "documents", or "tokens" if whole documents leave less than one sample for training or an evaluation, and can be divided."""
+    """Returns "documents" in most cases. Returns "tokens" if documents can be divided and whole ones would leave less than one sample for
+    training or for an evaluation."""
     data = run.data
     used = ["train"]
     if run.evaluate.every:

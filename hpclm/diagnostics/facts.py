@@ -35,7 +35,7 @@ import json, os, warnings
 warnings.simplefilter("ignore")
 from hpclm.diagnostics import facts
 answer = facts.imports()
-os.chdir("/")  # collect_env starts pip
+os.chdir("/")  # collect_env starts pip, which would find modules in the current folder
 try:
     answer |= facts.pytorch()
 except Exception as error:

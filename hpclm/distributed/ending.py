@@ -91,7 +91,7 @@ class RankEnding:
         folder = self.folder
         verdict = None
         if folder:
-            # once the launcher has told this rank to end, it may kill it a second later
+            # a launcher that has told this rank to end may kill it a second later
             processes.wait_until(lambda: self._told_to_end or ends.first(ends.read_ends(folder).values()), CAUSE, POLL)
             verdict = failure.verdict(folder)
         lost = f"{self.me} lost its connection to another rank"

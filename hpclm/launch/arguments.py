@@ -89,7 +89,7 @@ def varied(run: RunConfig, variant: Variant) -> RunConfig:
 
 
 def unwritten(request: SubmitRequest, runs: Sequence[RunConfig]) -> list[str]:
-    """The datasets (data.prefix of ``runs``) that --dry-run does not write from the text of data=."""
+    """The datasets (data.prefix of ``runs``) that would be written from the text of data= but for --dry-run."""
     words = [*request.settings, *(word for variant in variants(request.sweep) for word in variant.overrides)]
     if not (request.dry_run and command_line.names_data(words)):
         return []
@@ -116,9 +116,10 @@ def variants(words: Sequence[str]) -> list[Variant]:
 
 
 def combinations(axes: Sequence[tuple[str, Sequence[tuple[str, str]]]], typed: str) -> list[Variant]:
-    """A run for each combination of ``axes``: settings with their values, each value with its form in the run's name.
+    """A run for each combination of the values in ``axes``.
 
-    ``typed``: the user's input, for messages. ConfigError if two runs would have the same name.
+    ``axes``: for each setting, its values, and how each value appears in the run's name. ``typed``: the user's input,
+    for messages. ConfigError if two runs would have the same name.
     """
     keys = [key for key, _ in axes]
     for key in keys:

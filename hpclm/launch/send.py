@@ -47,7 +47,7 @@ def send(
     with _made(out), files.locked(out / LOCK) as lock:
         scripts = _scripts(out)
         for name in ("config.yaml", "job/submitit", f"job/script-{max(scripts, default=0) + 1}.sbatch"):
-            files.sweep(out / name)  # a killed process may have left some
+            files.sweep(out / name)  # a killed process may have left temporary files
         before = events.of_kind(events.read_or_refuse(out), "submitted")
         recorded = {Path(submission["script"]).name for submission in before if submission.get("script")}
         queued_jobs = _queued(out, _that_may_know(scheduler, text, before)) if scripts else []
@@ -143,7 +143,7 @@ def refuse_in_use(out: Path) -> None:
 
 def queued(out: Path, scheduler: Scheduler, seconds: float) -> list[Job]:
     """Pending and running jobs of the run directory ``out``; NoAnswerError if the scheduler does not answer within ``seconds``."""
-    with files.locked(out / LOCK):  # a submission continues if its caller is killed
+    with files.locked(out / LOCK):  # waits for a submission that continues although its caller was killed
         return _queued(out, [scheduler], seconds)
 
 

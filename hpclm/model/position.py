@@ -1,5 +1,5 @@
-"""Position embeddings: sinusoidal, rotary (Su et al. 2021) and ALiBi (Press et al. 2022). Rotary embeddings support the scalings for
-longer contexts of transformers' rope_parameters.
+"""Position embeddings: sinusoidal, rotary (Su et al. 2021) and ALiBi (Press et al. 2022). Rotary embeddings support the
+scalings that transformers' rope_parameters define for longer contexts.
 
 T tokens in a sequence, B sequences, H heads of this process, D size of one head.
 """
@@ -53,8 +53,8 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """[T, B] positions -> cosines and sines [T, B, 1, rotated features] (Su et al. 2021, the half-rotation of Llama).
 
-    ``rope``: of the layer. ``length``: of the sequences, on which some scalings depend. ``rates``: rotary_rates(), if already
-    computed.
+    ``rope``: the settings of the layer. ``length``: tokens of the sequences, on which some scalings depend. ``rates``: the result of
+    rotary_rates(), if already computed.
     """
     rate, factor = rates or rotary_rates(config, rope, length, positions.device)
     # fp32 for any activations: an angle of a thousand radians has no fraction left in bf16
@@ -123,7 +123,8 @@ def frequencies(
 
 
 def scaling_length(scaling: Mapping[str, str], context: int, length: int) -> int:
-    """The shortest length with the same frequencies as ``length`` tokens; 0 if they are not scaled, or whatever the length."""
+    """The shortest length with the same frequencies as ``length`` tokens; 0 if the frequencies do not depend on the length, or
+    ``length`` is within the original context."""
     kind = scaling.get("rope_type")
     if kind not in ("dynamic", "longrope"):
         return 0

@@ -69,7 +69,7 @@ class OwnJob:
         return bool(self.asked and self.asked.requeue(self, without))
 
     def requeue_if_abandoned(self) -> str:
-        """Requeue the job if nothing else will, although its exit code asks for it; returns why that was necessary, or ""."""
+        """Requeue the job if its exit code asks for that but nothing else will do it. Returns why this was necessary, or ""."""
         with self._failures_logged():
             why: str = self.asked.abandoned(self) if self.asked else ""
             if why and self.requeue():

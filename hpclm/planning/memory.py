@@ -1,8 +1,7 @@
 """Memory of one GPU by part, in bytes.
 
-n = tokens of a micro-batch on this rank, C hidden width, F the MLP's inner width, D a head's width, H heads, G key/value heads, t
-tensor-parallel ranks, E experts, k experts per token. All experts are assumed to get the same number of tokens; a rank with more tokens
-needs more memory.
+C = hidden width, D a head's width, G key/value heads, k experts per token. All experts are assumed to get the same number of tokens; a
+rank with more tokens needs more memory.
 """
 
 from dataclasses import dataclass, fields
@@ -78,12 +77,12 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     rows = min(costs.loss_chunk or count.loss_chunk(tokens, model.padded_vocab // layout.tensor, costs.memory), tokens)
     several = rows < tokens
     largest = max(block(model, layout, layer) for layer in stage.kinds)
-    # the loss holds its inputs, which tensor-parallel ranks gather, and their gradient; over several chunks it sums
-    # gradients
+    # the loss holds its inputs, which tensor-parallel ranks gather, and the gradient of the inputs; with several chunks,
+    # it also sums gradients of the table
     of_loss = stage.last * tokens * model.hidden * costs.element * (2 + (layout.tensor > 1) / layout.tensor)
     entries = stage.last * rows * model.padded_vocab / layout.tensor
     logits = entries * (costs.logit + costs.element * several)
-    if not several:  # all gradients of the logits exist at once, because they give the table's gradient
+    if not several:  # the table's gradient is computed from the gradients of all logits at once
         logits = max(logits, 2 * costs.element * entries + costs.table_at_once * stage.last * table)
     copied = copies(model, layout, costs, stage)
     in_backward = held + max(working(model, layout, costs, layer) for layer in stage.kinds)
@@ -127,22 +126,23 @@ def working(model: ModelConfig, layout: Layout, costs: EngineCosts, layer: Layer
     if layout.recompute == "full":
         size += block_activations(model, layout, costs, layer) * min(layout.recompute_every, model.layers)
     if costs.fp8:
-        # the larger operand of a product, scaled in bf16 and then rounded; the weights' operands are smaller, or freed before
+        # the larger operand of a product exists in bf16 (scaled) and in FP8; the weights' operands are smaller, or already freed
         width = max(max(pair) for pair in count.linears(model, layer))
         size += 3 * layout.tokens(model) * width / layout.tensor
     return size
 
 
 def expert_rows(model: ModelConfig, layout: Layout, experts: ExpertsConfig) -> float:
-    """Rows that one GPU's experts compute in a layer: k for each token, of all tensor-parallel ranks' tokens if those split experts."""
+    """Rows that one GPU's experts compute in a layer: k for each token. If tensor-parallel ranks split experts, each of them computes the
+    rows of all their tokens."""
     return layout.tokens(model) * experts.per_token / (1 if layout.split_experts else layout.tensor)
 
 
 def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> float:
     """Activations saved for the backward pass, of all micro-batches in flight in a stage.
 
-    Korthikanti et al. (2022), table 2, without the scores that flash attention does not store: 34 s b h a layer without recomputation,
-    its input 2 s b h with it.
+    Korthikanti et al. (2022), table 2, except for the scores, which flash attention does not store: for s tokens, b sequences and hidden
+    width h, a layer saves 34 s b h bytes without recomputation, and only its input, 2 s b h bytes, with recomputation.
     """
     tokens = layout.tokens(model)
     line = tokens * model.hidden * costs.element / layout.tensor  # one activation between layers
@@ -165,7 +165,7 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, la
 
     Split over tensor-parallel ranks, like all activations between layers: inputs and outputs of two norms, two dropout masks; the fused
     projection 3 C (C + 2 G D with grouped queries), the attention output, the MLP's inner activations; queries and keys again if they
-    are normalised or rotated, queries if they are cut out of groups; flash attention's log-sum-exp.
+    are normalised or rotated, and queries again if several share a key; flash attention's log-sum-exp.
     """
     c = model.hidden
     queries = model.attention_width

@@ -24,9 +24,9 @@ PAGE = ".html"
 SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
 DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
 CLIPPED = "Values above {:.3g} are off the chart."
-OPEN_LAYERS = 8  # fold more heat maps than this
+OPEN_LAYERS = 8  # if there are more heat maps, they are folded
 SETTING = ' class="setting"'  # attribute of a table's cell
-BESIDE = 8  # most settings below a run's name on a narrow screen
+BESIDE = 8  # maximum number of settings below a run's name on a narrow screen
 Samples = Mapping[str, Mapping[int, str]]
 """Run -> step of a checkpoint -> the text that its model wrote."""
 Sampler = Callable[[Mapping[str, Path], str], Samples]
@@ -91,7 +91,7 @@ def _verdict(standings: Sequence[Standing], differing: Mapping[str, object]) -> 
         said.append(f'<span class="warn">{len(lost)} of {len(standings)} diverged</span>: {names}.')
     unlike = [key for key in differing if key in provenance.UNCOMPARABLE]
     if unlike:
-        said.append(f"They differ in {text(', '.join(unlike))}, so their losses may not measure the same.")
+        said.append(f"They differ in {text(', '.join(unlike))}, so their losses may not be comparable.")
     return f"<p>{' '.join(said)}</p>"
 
 
@@ -113,10 +113,10 @@ def _ranking(entries: Sequence[Entry]) -> str:
     heads += [("", head) for head in ("validation loss", "training loss", *own, "state", "steps", "tokens/s")]
     head = "".join(f"<th{kind}><button>{text(title)}</button></th>" for kind, title in heads)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody>"
-    means = ", as own metrics are" if own else ""
+    means = "Training loss and own metrics are means" if own else "Training loss is the mean"
     note = (
-        "The best run is first: by validation loss where it was measured, else by training loss, "
-        f"the mean of the last {RECENT} steps{means}. Click a column heading to sort."
+        "The best run is first, by validation loss if it was measured, otherwise by training loss. "
+        f"{means} of the last {RECENT} steps. Click a column heading to sort."
     )
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
@@ -150,7 +150,7 @@ def _beside(settings: Mapping[str, Any]) -> str:
 
 
 def _state(history: History, standing: Standing) -> str:
-    """The state of a run in a few words. The pointer, and the attempts below, show why it ended."""
+    """The state of a run in a few words. A tooltip, and the attempts below, show why it ended."""
     ended = history.attempts[-1].ended if history.attempts else "not started"
     said = history.state or ended or "running, according to its files"
     if standing.diverged is not None:
@@ -270,7 +270,7 @@ def write(
 ) -> list[Path]:
     """Write the report of the runs ``chosen``; returns the paths of its files, the page first.
 
-    ``prompt``: a text that ``sampler`` has their models continue.
+    ``prompt``: a text for their models to continue. ``sampler``: generates the continuations.
     """
     if output.suffix != PAGE:
         raise ConfigError(f"output {output} must end with {PAGE}")

@@ -78,7 +78,7 @@ def follow(path: Path, count: int, pattern: str | None, over: Callable[[], bool]
                     yield from matching([rest], pattern)
                 return
             elif time.monotonic() - asked > ASK:
-                ending = over()  # lines that were written meanwhile are read once more
+                ending = over()  # then read once more, for lines written before the run ended
                 asked = time.monotonic()
             else:
                 time.sleep(PAUSE)

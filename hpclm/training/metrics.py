@@ -189,7 +189,7 @@ class Meter:
             self._scored(scored)
 
     def _scored(self, row: dict[str, Any]) -> None:
-        """Record an earlier checkpoint's scores at tasks, measured by hpclm evaluate --follow."""
+        """Record an earlier checkpoint's scores on tasks, measured by hpclm evaluate --follow."""
         self._write(row)
         for task, figures in row["tasks"].items():
             shown = [f"{name} {value:.4f}" for name, value in figures.items() if value is not None]

@@ -483,9 +483,9 @@ IDLE = {
     "the best of a few": (
         ["checkpoint={every: 300, keep_best: 2}", "evaluate.every=200"],
         "checkpoint.keep_best=2 needs evaluations of the steps that are saved; with checkpoint.every=300 and evaluate.every=200 only "
-        "multiples of 600 have one",
+        "the last step and multiples of 600 have one",
     ),
-    "the best of chance": (["checkpoint={every: 0, minutes: 5, keep_best: 2}"], "with checkpoint.every=0 and evaluate.every=1000 they fall together"),
+    "the best of chance": (["checkpoint={every: 0, minutes: 5, keep_best: 2}"], "with checkpoint.every=0 and evaluate.every=1000 they coincide"),
 }  # fmt: skip
 """Settings, and what is said of the one that has no effect."""
 

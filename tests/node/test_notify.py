@@ -122,7 +122,7 @@ def test_only_http_reaches_a_webhook(scheme, caplog):
 
 @pytest.mark.parametrize("target, wanted", [
     ("ftp://example.org", "it must be a webhook"),
-    ("mailto:you@example.org", "for mail, Slurm sends it"),
+    ("mailto:you@example.org", "for mail, let Slurm send it"),
     ("$NOT_THERE", "the environment variable NOT_THERE must hold"),
     ("https://me:hunter2@example.org/", "export it as an environment variable"),
     ("https://example.org/services/hunter2", "job.notify=[$TEAM_HOOK]"),

@@ -23,7 +23,7 @@ def test_the_verdict_names_the_best_run_those_that_diverged_and_what_makes_losse
         == "a has the lowest validation loss, 2.2500 nats per token. 1 of 3 diverged: c at step 30."
     )
     assert words(page._verdict(runs[1:2], {"optim.lr": {}, "data.prefix": {}})) == (
-        "b has the lowest validation loss, 2.5000 nats per token. They differ in data.prefix, so their losses may not measure the same."
+        "b has the lowest validation loss, 2.5000 nats per token. They differ in data.prefix, so their losses may not be comparable."
     )
     assert words(page._verdict([standing("d")], {})) == "d has the lowest training loss, 2.5000 nats per token."
     assert words(page._verdict([standing("c", diverged=3)], {})) == "1 of 1 diverged: c at step 3."

@@ -282,7 +282,7 @@ def test_losses_that_do_not_measure_the_same_are_said_not_to(tmp_path):
     mine, other = {"data.prefix": "x", "log.every": 1}, {"data.prefix": "y", "log.every": 2}
     text = page_of(ReportContent(runs, {"a": mine, "b": other}))
     assert "log.every" not in text  # it changes no result
-    assert "They differ in data.prefix, so their losses may not measure the same." in text
+    assert "They differ in data.prefix, so their losses may not be comparable." in text
 
 
 def test_several_runs_are_compared_by_the_settings_in_which_they_differ(written):

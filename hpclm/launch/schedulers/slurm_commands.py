@@ -94,7 +94,7 @@ def steps(job: str, seconds: float = 10, env: Env = os.environ) -> list[str]:
 
 
 def show(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str]:
-    """The fields that scontrol shows of a job; {} for an unknown job. NoAnswerError if Slurm does not answer."""
+    """The fields that scontrol shows for a job; {} for an unknown job. NoAnswerError if Slurm does not answer."""
     code, answer, error = ask(["scontrol", "show", "job", job, "--oneliner"], seconds, env)
     if code and UNANSWERED.search(error):
         raise NoAnswerError(f"scontrol: {_last_line(error)}")
@@ -110,7 +110,7 @@ def shown(job: str, seconds: float = 10, env: Env = os.environ) -> dict[str, str
 
 
 def default_time(partition: str = "", seconds: float = 10, env: Env = os.environ) -> tuple[str, str]:
-    """The partition of a job, and its time limit for jobs that request none; both empty if unknown.
+    """The partition of a job, and its time limit for jobs that request none; each is empty if unknown.
 
     ``partition``: of several names, the first counts; empty for the default partition. NoAnswerError if Slurm does not answer.
     """

@@ -110,7 +110,7 @@ class ModelConfig(Section, key="model"):
         ),
         Rule(
             lambda model: model.experts.count and model.activation == "xielu",
-            "model.activation=xielu is not supported with model.experts.count: its two weights would be shared by all of them",
+            "model.activation=xielu is not supported with model.experts.count: all experts of a layer would share its two weights",
         ),
     )
 

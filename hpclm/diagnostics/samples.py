@@ -1,7 +1,7 @@
-"""Samples of tensors, to compare two ways to compute the same, and to judge whether they differ by more than the precision of the type.
+"""Samples of tensors from two ways to compute the same step, to judge whether they differ by more than the precision of the type explains.
 
 The error of the type is the difference between the plain way in that type and the plain way in fp32. A gradient may be off by three
-times that error, plus a rounding. So may the result of an update, compared with the update by the same gradient in fp32.
+times that error, plus a rounding. The same limit holds for the result of an update, compared with an update in fp32 by the same gradient.
 """
 
 import math
@@ -21,7 +21,7 @@ from hpclm.parallel.mesh import Compute, Mesh
 
 SAMPLED = 1 << 20  # compared values of a tensor, evenly spaced
 EPS = torch.finfo(torch.float32).eps
-ROUNDINGS = 4.0 * EPS  # of a weight, when a change is added to it
+ROUNDINGS = 4.0 * EPS  # relative rounding error of a weight after an update
 FACTOR = 3.0  # times the error of the type
 FLOOR = 1e-4  # relative; the order of sums alone changes fp32 by this
 UPDATE_FLOOR = 2e-4  # relative; the order of operations changes an update in fp32 by less
@@ -57,7 +57,8 @@ def sample(values: Tensor | float, size: int | None = None, begin: int = 0) -> T
 
 
 def sample_of(held: ShardedParameter, values: Tensor, mesh: Mesh) -> TensorSample:
-    """A sample of the tensor-parallel slice around ``values``, this process's part of a weight or of a tensor of its shape."""
+    """A sample of ``values``, this process's part of a weight or of a tensor of its shape. The tensor-parallel slice that contains
+    them determines which values are sampled."""
     size = math.prod(held.placement.local(mesh.tp))
     parts = held.placement.data_ranks
     begin = held.begin + held.data_rank % parts * size  # experts are split along the first dimension
@@ -134,7 +135,7 @@ class Squares(NamedTuple):
     error: float
     """Difference from the exact value."""
     type_error: float
-    """Error of the type: the same for the plain way in that type."""
+    """Error of the type: difference of the plain way in that type from the exact value."""
     values: float
     """Exact values."""
     rounding: float

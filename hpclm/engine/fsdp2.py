@@ -84,12 +84,12 @@ class FSDP2Engine(BaseEngine):
         defer_tp_grad_sum(model, compute)
         if engine.compile:
             model.compile_blocks()
-        # its backward pass starts with the layers its forward pass ends with
+        # the rest of the model stays gathered, because its last layers are the first in the backward pass
         shard(model, mesh=device_mesh_of(1), reshard_after_forward=False)
         # sharded on the meta device, so that no GPU ever holds the whole model
         allocate(model, device)
         for group in groups(model):
-            # the token weights divide by the tokens of the whole step
+            # the token weights already divide by the tokens of the whole step
             group.set_gradient_divide_factor(1.0)
             # with another factor PyTorch asks for PREMUL_SUM (torch 2.13), which only NCCL has
             group.set_force_sum_reduction_for_comms(True)
@@ -186,7 +186,8 @@ def split_modules(layer: nn.Module, home: Callable[[int], Mesh]) -> list[tuple[n
 
 
 def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int) -> tuple[DTensor, ShardedParameter]:
-    """A sharded weight, and this replica's initialised rows. ``mesh``: of this weight; ``data_rank``: rank on the whole data axis."""
+    """A sharded weight, and this replica's initialised rows. ``mesh``: the mesh of the weight; ``data_rank``: this process's rank on the
+    whole data axis."""
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
     # the same memory, without DTensor's overhead on every operation

@@ -54,7 +54,7 @@ def blocks(weight: ShardedParameter, begin: int, values: Tensor, tp: Axis) -> It
     for start, size in rectangles(placement.local(tp), begin, begin + values.numel()):
         block = values[used : used + prod(size)].view(size)
         used += block.numel()
-        # several pieces where parts of a weight are split separately: a block may reach from the gate into up
+        # gate and up of a fused weight are split separately, each into its own piece; a block may span both
         for piece in pieces:
             whole = [low + at for low, at in zip(start, piece.start, strict=True)]
             part = block

@@ -3,8 +3,8 @@
 While a block computes, the activations of the previous block are copied to the CPU. In the backward pass, the activations of the next
 block to run are copied back. The GPU holds the activations of AHEAD blocks at a time, and the host never waits.
 
-Whole storages are copied, each once. Views, such as the slices of the fused projection, come back with their strides, on which compiled
-backward passes rely, and no copy needs a contiguous buffer in between.
+Whole storages are copied, each once. So views, such as the slices of the fused projection, keep their strides, on which compiled backward
+passes rely, and are copied without a contiguous buffer in between.
 """
 
 import weakref

@@ -176,8 +176,8 @@ class NonfiniteGuard:
             also = "the loss on held-out data is not finite either; "
         if self.in_a_row >= enough:
             raise DivergedError(
-                f"the last {self.in_a_row} steps, up to the last one, {step}, were skipped because loss or gradients were not finite; "
-                f"{also}they taught nothing, and nothing is saved"
+                f"the run ends at step {step}, and its last {self.in_a_row} steps were skipped because loss or gradients were not finite; "
+                f"{also}the model learned nothing from them, and nothing is saved"
             )
 
 

@@ -62,7 +62,7 @@ def merge(
     masked = [str(prefix) for prefix in prefixes if loss_mask.KEY in sidecar(prefix)]
     if masked:
         raise ConfigError(
-            f"{masked[0]} has a loss mask, which would not follow; list the datasets in data.train or data.blend instead"
+            f"{masked[0]} has a loss mask, which merging would lose; list the datasets in data.train or data.blend instead"
         )
     note = joined_note(prefixes) if compare else None
     writable_folder(Path(out).parent, "output folder")

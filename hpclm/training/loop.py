@@ -1,6 +1,6 @@
 """The training loop: train a step and record it; evaluate, verify, save and exit when due.
 
-It knows no engine, launcher or data format. All ranks take the same turns, because they decide by agreed values.
+It knows no engine, launcher or data format. All ranks take the same turns, because they decide by values that they have agreed on.
 """
 
 import logging
@@ -77,9 +77,9 @@ class TrainingLoop:
 
     @contextmanager
     def _divergence_handled(self) -> Iterator[None]:
-        """If the run diverges in the block, which it does on every rank, publish the pending save first: its state was good.
+        """If the run diverges in the block, publish the pending save, whose state was good, before the error is raised.
 
-        Any other error may be this rank's alone, so nothing waits for the others.
+        All ranks see a divergence together. Any other error may be this rank's alone, so nothing waits for the others.
         """
         try:
             yield
@@ -87,7 +87,7 @@ class TrainingLoop:
             if error.shared:  # by ``verify``, which has published the save and says what to do
                 raise
             try:
-                self.stepper.finish()  # the step before it, if it is not recorded yet
+                self.stepper.finish()  # records the previous step, unless it is recorded already
             finally:
                 self.saver.wait()
             raise DivergedError(f"{error}. {messages.way_back(self.config)}") from None
@@ -98,7 +98,7 @@ class TrainingLoop:
 
     def work_is_due(self, progress: Progress) -> bool:
         """Whether the run may have more to do after this step than to train the next one."""
-        news = self.control.news or ControlState(written=False)  # after a poll, only a step can bring news
+        news = self.control.news or ControlState(written=False)  # without news since the last poll, nothing is due
         if news.leaving or news.save or news.lost or (news.written and self.run.store.pending):
             return True
         if self.attempt_ends(progress) or self.evaluation_is_due(progress) or self.saver.due(progress, news):

@@ -44,7 +44,9 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 def test_a_file_in_place_of_the_folder_is_refused_and_no_disk_is_blamed(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(ConfigError, match="checkpoints cannot be read: Not a directory; check the path and its permissions"):
+    with pytest.raises(
+        ConfigError, match="checkpoints cannot be read: Not a directory; check the path and its permissions"
+    ):
         directory.names(tmp_path / "checkpoints")
 
 

@@ -117,8 +117,8 @@ def _recorded_end(checkpoint: RunCheckpoint) -> int | None:
 
 
 def _divided(rules: Sequence[ConversionRule], sizes: Sequence[int], limit: float) -> list[list[ConversionRule]]:
-    """``rules`` in consecutive groups: the weights of a group, of ``sizes`` bytes each, take at most ``limit`` bytes together unless there
-    is only one."""
+    """``rules`` in consecutive groups. The weights of a group take at most ``limit`` bytes together; a larger weight has its own
+    group. ``sizes``: bytes of each weight."""
     parts = [list[ConversionRule]()]
     filled = 0
     for rule, size in zip(rules, sizes, strict=True):
@@ -135,7 +135,7 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
 
 
 class Prefixed:
-    """The tensors of a folder, named as in the model with its head even if the bare model was saved."""
+    """The tensors of a folder. If it contains the model without its head, they are renamed as in a model with a head."""
 
     def __init__(self, reader: Reader, family: Family, config: ModelConfig, left_out: Collection[str] = ()):
         there = {name for name in reader.names() if not name.endswith(family.buffers or ("\0",))} - {*left_out}

@@ -25,7 +25,7 @@ TURNED = {name: values for name, values in llama.LLAMA.needs.items() if name != 
 
 
 def interleaved(config: ModelConfig) -> torch.Tensor:
-    """Positions of our features of a head in a GLM's head. A GLM rotates pairs of neighbours, hpclm pairs from the two halves."""
+    """For each feature of our heads, its index in a GLM's head. A GLM rotates pairs of neighbours, hpclm pairs from the two halves."""
     half = config.rotated // 2
     pairs = torch.arange(config.rotated).view(half, 2).t().flatten()
     return torch.cat([pairs, torch.arange(config.rotated, config.head_width)])

@@ -33,7 +33,7 @@ class ActivationSpec(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Precomputed inputs for attention context."""
+    """Precomputed inputs for layer_context()."""
 
     slopes: Tensor | None = None
     """ALiBi slopes."""

@@ -164,7 +164,7 @@ def test_what_is_assumed_of_an_optimizer_that_cannot_be_tried_here_is_told(capsy
 
 def test_nothing_fits_a_gpu_that_is_too_small(capsys):
     assert failures.run(cli.function("planner"), [LLAMA, "--suggest", "--memory", "2"]) == 1
-    assert "nothing fits 1 x H100" in capsys.readouterr().out
+    assert "no layout fits 1 x H100" in capsys.readouterr().out
     assert "does not fit" in output(LLAMA, "--memory", 2, capsys=capsys)
 
 

@@ -64,7 +64,11 @@ def test_mistakes_of_a_sweep_are_found_before_anything_is_written(here):
     before = sorted(here.rglob("*"))
     for values, more, answer in (
         ({"model.attention.heads": [4, 5]}, {}, "model.attention.heads=5"),
-        ({"optim.lr": 1e-3}, {}, r"optim.lr must have a list of values, not 0.001; a setting of all runs comes after"),
+        (
+            {"optim.lr": 1e-3},
+            {},
+            r"optim.lr must have a list of values, not 0.001; pass settings that all runs share after",
+        ),
         ({"optim.lr": []}, {}, "optim.lr has no values"),
         ({"lr": [1e-3]}, {}, "unknown setting lr: it is optim.lr here"),
         ({"optim.lr": [1e-3, 1e-3]}, {}, "two runs would be called lr-0.001"),

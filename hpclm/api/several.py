@@ -152,7 +152,7 @@ def _axis(key: str, listed: Any) -> tuple[str, list[tuple[str, str]]]:
         elements = None
     if not isinstance(elements, list):
         raise ConfigError(
-            f"{key} must have a list of values, not {shown(listed)}; a setting of all runs comes after the mapping"
+            f"{key} must have a list of values, not {shown(listed)}; pass settings that all runs share after the mapping"
         )
     if not elements:
         raise ConfigError(f"{key} has no values")

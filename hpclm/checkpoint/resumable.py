@@ -61,7 +61,7 @@ def candidate(out: Path, step: int | None = None) -> Candidate | None:
     if not (out / "checkpoints").is_dir():
         place = f"{out} has saved nothing" if step is None else f"{out} is not a run yet"
         raise ConfigError(
-            f"{place}, so it has no checkpoint of step {required}; without a step to go back to, it starts from the beginning"
+            f"{place}, so it has no checkpoint of step {required}; omit the step to start from the beginning"
         )
     asked = ", to which the run was asked to go back (choose another step)" if step is None else ""
     raise ConfigError(

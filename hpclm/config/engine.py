@@ -113,7 +113,7 @@ class EngineConfig(Section, key="engine"):
     )
     bucket_mb: float | None = setting(
         None,
-        "Size of gradient buckets in MB; null: the library's; native: 25, more on GPUs of several nodes.",
+        "Size of gradient buckets in MB; null: the library's default (native: 25, or more on GPUs of several nodes).",
         more_than=0,
     )
     gradients: Literal["auto", "fp32", "compute"] = setting(
@@ -155,7 +155,7 @@ class EngineConfig(Section, key="engine"):
     offload_activations: bool = setting(False, "Keep activations in CPU memory until the backward pass; GPUs only.")
     loss_chunk: int | None = setting(
         None,
-        "Number of tokens whose logits are computed together; null: 512 on CPUs, 4096 on GPUs, more from 60 GiB.",
+        "Number of tokens whose logits are computed together; null: 512 on CPUs, 4096 on GPUs, more on GPUs with at least 60 GiB.",
         at_least=1,
         unit="tokens",
     )

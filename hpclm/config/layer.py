@@ -26,7 +26,7 @@ class Layer:
     rope: RopeConfig | None
     """Base and scaling of this layer's rotary positions; None: queries and keys are not rotated."""
     mlp: DenseMLP | ExpertsConfig
-    """The inner width of experts is set."""
+    """For experts, their inner width (ffn) is never None here."""
 
     @property
     def experts(self) -> ExpertsConfig | None:

@@ -74,7 +74,7 @@ class DistributedContext:
         self.hosts = tuple({info.node: info.host for info in ranks}.values())
         """The host name of every node, in the order of ranks; several nodes may have the same name."""
         me = ranks[world.rank]
-        # by the process table, not the host name: containers and cloned machines may share one
+        # compare process tables, because several containers or cloned machines may have the same host name
         self.first_on_node = next(info.rank for info in ranks if info.process_table == me.process_table)
         """The lowest rank of this rank's node."""
         self.exit_code: int = ExitCode.DONE
@@ -179,7 +179,8 @@ class DistributedContext:
         return result
 
     def keep_on_main(self, act: Callable[[], T]) -> T | None:
-        """Call ``act`` on rank 0 only. Rank 0 returns the result, of any type; the others return None. Every rank raises an HpclmError."""
+        """Call ``act`` on rank 0 only. Rank 0 returns the result, of any type; the others return None. If ``act`` raises an
+        HpclmError, every rank raises it."""
         results: list[T] = []
         self.run_on_main(lambda: results.append(act()))
         return results[0] if results else None
@@ -262,7 +263,11 @@ class DistributedContext:
                 dist.barrier()  # the first to disconnect would break connections that others still use
                 dist.destroy_process_group()
         except RuntimeError as error:  # another rank is gone
-            log.warning("%s had done its work: %s", self.ranks[self.rank], str(error).partition("\n")[0])
+            log.warning(
+                "%s had finished its work, but could not disconnect: %s",
+                self.ranks[self.rank],
+                str(error).partition("\n")[0],
+            )
         late.cancel()
         if self.is_main and self.ending.folder:
             ends.tidy(self.ending.folder)
@@ -270,7 +275,7 @@ class DistributedContext:
     def _leave_the_others(self) -> None:
         """Exit although the main thread waits for another rank, which may take forever."""
         waited = f"could not disconnect from the other ranks within {DISCONNECT:.0f} s"
-        text = f"{self.ranks[self.rank]} had done its work, and {waited}; it ends with exit code {self.exit_code}"
+        text = f"{self.ranks[self.rank]} had finished its work, but {waited}; it ends with exit code {self.exit_code}"
         self.ending.done(text, self.exit_code)
 
 
@@ -308,7 +313,7 @@ def join(world: World, settings: ClusterConfig, job: OwnJob | None = None) -> It
     context.watchdog.start()
     try:
         with context.exit_on_error():
-            network.use_interface(settings.interface, met.interface)  # only this node may lack it
+            network.use_interface(settings.interface, met.interface)  # an interface may be missing on this node alone
             yield context
             sys.stdout.flush()
             context.finish()

@@ -128,7 +128,7 @@ class Engine(StateSource, Protocol):
     def train_step(
         self, batches: Sequence[MicroBatch], lr: float, step: int, check_interrupt: Callable[[int], None] = keep_going
     ) -> StepResult:
-        """One optimizer step number ``step`` over this replica's micro-batches; ``step`` seeds dropout.
+        """Run optimizer step number ``step`` over this replica's micro-batches; ``step`` seeds dropout.
 
         Engines that can abandon a step call ``check_interrupt`` between micro-batches, on every rank at the same points, with the number
         of finished micro-batches. It may raise; weights and optimizer state are then unchanged.

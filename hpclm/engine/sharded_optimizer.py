@@ -127,7 +127,7 @@ class ShardedBucket(Bucket):
         self._adopt(parameters)
 
     def local_range(self, parameter: nn.Parameter) -> Callable[[int], tuple[int, int]]:
-        """Rank of a replica -> offset of the parameter's first value in that rank's shard, and the number of its values there."""
+        """Rank of a replica -> the range of the parameter's values in that rank's shard: index of the first in the flat parameter, and count."""
         start = next(start for p, start in zip(self.parameters, self.starts, strict=True) if p is parameter)
         size = parameter.numel()
         share = self.share

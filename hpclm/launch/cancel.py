@@ -98,7 +98,7 @@ def stop(out: Path, now: bool) -> list[Target]:
     folders.check_own(out, "cancelled")
     other = folders.other_owner(out)
     if other:
-        say(f"{files.shown(out)} belongs to {other}, and root may cancel it")
+        say(f"{files.shown(out)} belongs to {other}; cancelling it as root")
     run = folders.read_run(out)
     targets = [*jobs_of(run, now)] or [*processes_of(run)]
     for target in targets:
@@ -156,7 +156,7 @@ def processes_of(run: RunFacts) -> Iterator[Target]:
             yield Target(run.out, scheduler, job, f"process {here}", saves=False)
     elif holder and not is_here(holder) and not run.attempt.get("job_id"):
         raise HpclmError(
-            f"process {holder.get('pid')} on {holder.get('host')} has used {files.shown(run.out)} last, and has not released it; "
+            f"process {holder.get('pid')} on {holder.get('host')} was the last to use {files.shown(run.out)}, and has not released it; "
             f"if it still runs, cancel it there: ssh {holder.get('host')} hpclm cancel {files.typed(run.out.absolute())}"
         )
 

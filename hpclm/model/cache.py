@@ -51,7 +51,7 @@ class KeyValueCache:
         return self.used < self.room and self._scaling_lengths(self.used + 1) == self._scaled_for
 
     def extend(self, count: int) -> dict[Layer, LayerContext]:
-        """Allocate the next ``count`` slots: for each block, the positions and mask of the tokens in them.
+        """Allocate the next ``count`` slots; returns, for each block, the positions and mask of the tokens in them.
 
         The first call is for the whole prompt, each later one for a single token.
         """

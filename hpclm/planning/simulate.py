@@ -68,8 +68,8 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
     can = SUPPORTS.get(run.engine.name)
     if can is None or not can.simulated or run.engine.offload_activations:
         raise ConfigError(
-            f"a rank can be simulated with engine.name={with_feature(lambda can: can.simulated)} without offloading, not with this engine "
-            f"({run.engine.name}); hpclm planner estimates its memory and speed"
+            f"a rank of engine.name={run.engine.name} cannot be simulated with these settings; simulations need one of the engines "
+            f"{with_feature(lambda can: can.simulated)}, without engine.offload_activations. hpclm planner estimates memory and speed"
         )
     if run.parallel.schedule == "zero_bubble":  # PyTorch's memory tracker does not support backward passes in two parts
         raise ConfigError("a rank cannot be simulated with parallel.schedule=zero_bubble; simulate interleaved instead")

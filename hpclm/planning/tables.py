@@ -140,9 +140,7 @@ def _speed(plan: Forecast) -> Iterator[str]:
         why = "set engine.precision to bf16 or fp16"
         if plan.costs.element <= 2:
             optim = plan.costs.optim.name
-            why = (
-                f"optim.name={optim} exchanges matrices in it; its row in OPTIMIZERS may declare a cost in another type"
-            )
+            why = f"optim.name={optim} exchanges matrices in fp32, unless its row in OPTIMIZERS declares a cost in another type"
         yield f"speed is not predicted in fp32; {why}"
         return
     yield f"{'a step':<22}{'ms':>10}{'GiB sent':>12}"
@@ -163,7 +161,7 @@ def ranking(run: RunConfig, best: Sequence[suggest.Suggestion], kind: str) -> It
     """The table of suggested layouts."""
     gpus = run.job.nodes * run.job.gpus
     if not best:
-        yield f"nothing fits {gpus} x {kind}; more GPUs, or a smaller model.context"
+        yield f"no layout fits {gpus} x {kind}; use more GPUs, or a smaller model.context"
         return
     yield f"{len(best)} layouts fit {gpus} x {kind}; the fastest, each with its best micro-batch:"
     yield f"{'tokens/s':>12}{'MFU':>8}{'GiB':>7}  settings"

@@ -94,7 +94,7 @@ def _smaller_batch(batch: BatchConfig, samples: int) -> list[str]:
 
 
 def dataset_settings(prefix: Path, vocab_size: int, context: int) -> list[str]:
-    """Settings that let a run of ``context`` read one dataset, divided so that enough is left for validation."""
+    """Settings that let a run with samples of ``context`` tokens read one dataset, divided so that enough is left for validation."""
     named = [f"data.prefix={paths.literal(prefix)}", f"model.vocab_size={vocab_size}"]
     return next([*named, *words] for words, _, valid in _splits(prefix) if valid is None or samples_in(valid, context))
 

@@ -26,7 +26,7 @@ NEEDED = ("id", "rollbacks", "rows", "steps")
 
 
 def place(out: Path, sink: str, ending: str) -> Path:
-    """The sink's file with the ending json, which holds its position, or lock, which the sending process locks."""
+    """The sink's file with this ending: the json file holds its position, and the sending process locks the lock file."""
     path = out / "sinks" / f"{sink.replace(':', '-')}.{ending}"
     path.parent.mkdir(mode=0o700, exist_ok=True)
     return path
@@ -103,7 +103,7 @@ class Feed:
         new = {name: other for name, other in substitutes.items() if name not in self.substitutes}
         if new:
             self.substitutes |= new
-            say("names that it refuses are replaced there: " + ", ".join(f"{a!r} is {b!r}" for a, b in new.items()))
+            say("names that it refuses are replaced there: " + ", ".join(f"{a!r} by {b!r}" for a, b in new.items()))
 
     def close(self, code: int) -> None:
         """Report the attempt's exit ``code`` to the sink."""

@@ -10,7 +10,7 @@ UPDATE = (
     "works on whole matrices, or compute it from the slices of all ranks"
 )
 INITIAL = {
-    "tensor": "the initial values of a weight that tensor ranks split depend on the slice, such as a standard deviation by its fan-in: create it "
+    "tensor": "tensor ranks split a weight, and its initial values depend on the slice, for example because the slice's fan-in sets the standard deviation: create it "
     "with new_parameter(name, InitSpec.normal(Placement(whole shape, dim), std, generator)), which fills the slice of the whole",
     "other": "initial values depend on the process, or on a random generator other than the block's `generator` and PyTorch's default one",
 }
@@ -19,7 +19,7 @@ SHAPE = (
     "or declare placements[name] = Placement(whole shape, dim)"
 )
 FORWARD = {
-    "tensor": "it acts on every tensor rank but should act once: scatter sums its input over the ranks, so a bias added before scatter counts "
+    "tensor": "a weight acts on every tensor rank but should act once: scatter sums its input over the ranks, so a bias added before scatter counts "
     "once per rank; add the bias after scatter, to this rank's tokens, as copy_to_tp(weight, tp)",
     "batches": "the block's output for a sample depends on the other samples of its micro-batch, as with a batch norm",
     "other": "the block's output depends on the process: its rank, the other layers, or numbers that only some processes have",

@@ -104,7 +104,7 @@ def test_a_step_that_is_not_there_or_not_complete_is_refused_with_those_that_are
         resumable.candidate(out, 5)
     with pytest.raises(
         ConfigError,
-        match="none is not a run yet, so it has no checkpoint of step 5; without a step to go back to, it starts",
+        match="none is not a run yet, so it has no checkpoint of step 5; omit the step to start",
     ):
         resumable.candidate(out.with_name("none"), 5)
     assert [resumable.listed(found) for found in ([], directory.steps(out / "checkpoints")[2:3])] == ["none", "step 4"]

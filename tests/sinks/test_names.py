@@ -92,7 +92,7 @@ def test_a_row_that_is_refused_is_tried_once_and_counted_and_no_other_error_lose
     feed.send(said.append)
     assert said == [
         "refused 2 rows, omitted there (step 3: RefusedError: I do not like 3); 2 so far",
-        "names that it refuses are replaced there: 'a,b' is 'a_b'",
+        "names that it refuses are replaced there: 'a,b' by 'a_b'",
     ]
     again = Feed("tests.sinks.own:Choosy", out)
     assert (again.rows, again.refused, again.substitutes) == (7, 2, {"a,b": "a_b"})

@@ -83,7 +83,7 @@ QWEN3_MOE = replace(
 
 
 def wrong_layers(tree: Json) -> Iterator[str]:
-    """Kinds of layers that a class with a single kind does not read."""
+    """Errors for kinds of layers in ``tree`` that this class, which has a single kind, does not read."""
     window = tree["sliding_window"] if tree["use_sliding_window"] else None
     yield from llama.other_layers({**tree, "sliding_window": window})
 
@@ -168,7 +168,7 @@ def wrong_gpt_oss(tree: Json) -> Iterator[str]:
 
 
 def more_gpt_oss(config: ModelConfig) -> Iterator[str]:
-    """Reasons why a gpt-oss does not cover a network."""
+    """Reasons why gpt-oss does not cover a network."""
     yield from shape.bias_obstacles(config, GPT_OSS_BIASES)
     yield from expert_weights.absent(config)
     yield from shape.only(config, "full", "window")

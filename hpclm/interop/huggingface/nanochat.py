@@ -16,7 +16,8 @@ MODULES = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
 
 
 def rules(config: ModelConfig) -> Iterable[ConversionRule]:
-    """The conversion rule of each weight. Its rotation has the opposite sign, which swapping the halves of a head undoes."""
+    """The conversion rule of each weight. NanoChat rotates queries and keys in the opposite direction; swapping the halves of a head undoes
+    that."""
     half = config.head_width // 2
     swapped = torch.arange(config.head_width).roll(half)
     shapes = placements(config)

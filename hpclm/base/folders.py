@@ -107,7 +107,8 @@ def _exposed(name: str, status: os.stat_result, modes: int, trusted: Collection[
 def own_temporary(name: str) -> Path:
     """The folder ``name`` of this user in TMPDIR or /tmp, which all processes on this machine share.
 
-    If another user has made it, it has a random name. ConfigError if others could replace the folder; OSError if it cannot be made.
+    If another user has taken this name, a random suffix is added. ConfigError if others could replace the folder; OSError if it cannot be
+    made.
     """
     parent = Path(tempfile.gettempdir())
     mode = parent.stat().st_mode

@@ -68,7 +68,7 @@ def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:
         return _mapped(entry, sorted(path.stem for path in entry.glob("*.npy")))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # not OSError: a failing disk
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # a failing disk raises OSError
         log.warning("the index in %s is damaged (%s); it is rebuilt", entry, error)
         return None
 

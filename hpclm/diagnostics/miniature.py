@@ -105,7 +105,7 @@ class MiniatureRun:
         if settings.engine.fp8:  # not in the first and the last block
             layers = max(layers, len(firsts) + 2)
         model = model.replaced({"layers": layers, "attention.dropout": 0.0, **model.patterns(firsts)})
-        # attention scores that differ by about 1: a narrow model's would be so small that attention is a mere mean
+        # so that attention scores differ by about 1; otherwise a narrow model's attention would only average
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
         room = MEMORY_FRACTION[compute.device.type] * memory
@@ -155,7 +155,7 @@ class MiniatureRun:
         return self._optim(exact=True) == self.settings.optim
 
     def as_run(self, settings: EngineSettings) -> tuple[BaseEngine, list[MicroBatch]]:
-        """The run's engine with ``settings``, one of the ways to compute, and this replica's micro-batches."""
+        """The run's engine, and this replica's micro-batches. ``settings``: one of the ways to compute."""
         kernels = {"attention.kernel": settings.model.attention.kernel, "kernels": settings.model.kernels}
         model = self.settings.model.replaced(kernels)
         mesh = self.compute.mesh
@@ -163,7 +163,7 @@ class MiniatureRun:
         return engine, [self._batch(rows).part(mesh.cp) for rows in self.rows[mesh.replica % len(self.rows)]]
 
     def plainly(self, exact: bool) -> Measured:
-        """The run's steps computed plainly, with all replicas' samples on each. ``exact``: in fp32, otherwise in the run's types."""
+        """The run's steps computed plainly; every replica computes the samples of all. ``exact``: in fp32, otherwise in the run's types."""
         parallel = self.settings.parallel
         engine = self.settings.engine
         name = "pipelining" if parallel.pipeline > 1 else "native"
@@ -211,7 +211,7 @@ class MiniatureRun:
         return replace(exactly, name=name, **{setting: getattr(OptimConfig, setting) for setting in unread})
 
     def _engine(self, compute: Compute, **changes: Any) -> BaseEngine:
-        """An engine with the dropout of compiled blocks on a GPU. ``changes``: other settings."""
+        """An engine whose dropout draws its masks as compiled blocks on a GPU do. ``changes``: other settings."""
         engine = engines.build(replace(self.settings, **changes), compute)
         assert isinstance(engine, BaseEngine)
         for stack in engine.model.stacks if isinstance(engine.model, Stages) else [engine.model]:
@@ -285,8 +285,8 @@ class MiniatureRun:
         return outcomes
 
     def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
-        """A new tensor: the whole tensor-parallel slice around this process's ``values``; for stacked experts, only this process's
-        experts. A collective over the processes with the other values."""
+        """A new tensor: the whole tensor-parallel slice that contains this process's ``values``; for stacked experts, only this process's
+        experts. A collective over the processes that hold the slice."""
         mesh = self.compute.mesh
         parts = weight.placement.data_ranks
         shape = weight.placement.local(mesh.tp)

@@ -18,8 +18,8 @@ from hpclm.config.setting import declared
 from hpclm.config.settings import RENAMED
 from hpclm.documentation import search
 
-WIDTH = 100  # most columns of an explanation
-SETTINGS = 8  # most settings in the answer to a search
+WIDTH = 100  # maximum number of columns of an explanation
+SETTINGS = 8  # maximum number of settings in the answer to a search
 REFERENCE_HEAD = """# All settings
 
 Each setting is shown with its default, as on a command line, then with its alternatives; a settings file has
@@ -86,7 +86,7 @@ def _pages() -> dict[str, Path]:
 
 
 def text_on(topics: Sequence[str], commands: Collection[str]) -> str:
-    """A page, the explanation of a setting or a section, or the places of words; without ``topics``, the list of pages.
+    """A page, the explanation of a setting or a section, or the places where words occur; without ``topics``, the list of pages.
 
     ConfigError if nothing is found. ``commands``: hpclm's commands, which have no page.
     """
@@ -94,7 +94,7 @@ def text_on(topics: Sequence[str], commands: Collection[str]) -> str:
     if not topics:
         titles = [(name, files.read_text(path).partition("\n")[0].lstrip("# ")) for name, path in pages.items()]
         sections = ", ".join(key for key, _ in all_sections(RunConfig))
-        more = f"hpclm docs SECTION. explains the settings of a section, hpclm docs optim.lr one. Sections: {sections}."
+        more = f"hpclm docs SECTION. explains the settings of a section, hpclm docs optim.lr explains one setting. Sections: {sections}."
         return "\n".join([*terminal.columns(titles), "", textwrap.fill(more, WIDTH), ""])
     words = [word for topic in topics for word in topic.split()] or [""]
     topic = RENAMED.get(words[0], words[0])

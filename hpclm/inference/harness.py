@@ -240,7 +240,7 @@ def unscorable(before: Sequence[int], after: Sequence[int], context: int) -> str
 
 def _unscorable(context: str, continuation: str, problem: str) -> str:
     return (
-        f"a task asks for the probability of {_shown(continuation)} after {_shown(context)}, which has none: {problem}. "
+        f"a task asks for the probability of {_shown(continuation)} after {_shown(context)}, which is undefined: {problem}. "
         "lm-evaluation-harness's own hf model fails here too; change the task's doc_to_text, doc_to_choice or target_delimiter"
     )
 
@@ -256,7 +256,7 @@ def log_likelihoods(
 ) -> list[tuple[float, bool]]:
     """For each pair (tokens before, tokens after): the log-probability of the tokens after, and whether each was the most probable.
 
-    There is at least one token before; after it come at least 1 and at most model.context tokens. Only the end of a pair longer than the
+    A pair has at least one token before, and from 1 to model.context tokens after. Only the end of a pair longer than the
     context is read. Pairs that differ only in the last token are read once.
     """
     context = model.config.context

@@ -72,7 +72,7 @@ def may_start(status: State, changes: list[str]) -> None:
 
 
 def _names_clusters(run: RunFacts, changes: list[str]) -> bool:
-    """Whether the next job's settings, or the user's variables, choose its clusters of Slurm."""
+    """Whether the next job's settings, or the user's environment variables, choose its Slurm clusters."""
     from hpclm.config import compose  # loads OmegaConf
 
     if slurm.clusters() or any(re.match(r"(--sbatch=|job\.options\.)?clusters=", word) for word in changes):

@@ -73,9 +73,10 @@ def check_alone(env: Mapping[str, str] = os.environ) -> None:
 
 
 def train(settings: Sequence[str], swept: Sequence[str], parallel: int, typed: Sequence[str]) -> int:
-    """Train the runs of ``swept``, each key=a,b,c, on top of ``settings``, each in one process; returns the exit code.
+    """Train each run of a sweep in one process; returns the exit code.
 
-    ``typed``: all arguments. ConfigError with every problem, before the first run starts.
+    ``settings``: the settings of all runs. ``swept``: the settings that differ, in the form key=a,b,c. ``typed``: all
+    arguments. ConfigError with every problem, before the first run starts.
     """
     check_alone()
     variants = arguments.variants(swept)
@@ -243,7 +244,7 @@ def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[
                 if forward.received and children and not announced:
                     announced = True
                     _tell(
-                        f"{signal.Signals(forward.received[0]).name}: runs that train save and exit, no other run starts"
+                        f"{signal.Signals(forward.received[0]).name}: the running ones save and exit, and no other run starts"
                     )
                 time.sleep(POLL)
                 for child in [*children]:

@@ -90,7 +90,7 @@ def for_inductor(env: MutableMapping[str, str] = os.environ) -> None:
     another machine. Precompiled headers for C++ are switched off, because PyTorch always keeps them in its default folder.
 
     OSError or ConfigError if the folder cannot be made, or others could replace it. Then nothing can be compiled, but
-    torch._dynamo, which makes the folder that the variable names, can be imported.
+    torch._dynamo can be imported, because the folder in the variable exists.
     """
     env["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     folder = Path(env.get(INDUCTOR_CACHE) or NOWHERE)

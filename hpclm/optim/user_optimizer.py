@@ -4,7 +4,7 @@ optim). It may declare attributes:
 state_tensors: the state that it keeps of a weight, {"exp_avg": "weight"} for a tensor of the weight's shape, "scalar" for a single
 value; or a function (name, shape, optim) -> {name: StateTensor}.
 group_state: names of numbers in parameter groups that its updates change.
-matrices: a function (name, shape) -> bool that selects the weights to update whole, even if processes share them.
+matrices: a function (name, shape) -> bool that selects the weights to update whole, even if they are split over processes.
 
 Anything undeclared is measured on small weights (hpclm.optim.trial).
 """
@@ -312,7 +312,8 @@ class MatrixwiseOptimizer(UserOptimizer):
 
 
 def restored(example: Any, steps: int, parameter: Tensor) -> Any:
-    """A step count in the type and on the device of ``example``; in another type, its powers would have other bits."""
+    """A step count in the type and on the device of ``example``; in another type, powers with it as the exponent would
+    have other bits."""
     if isinstance(example, Tensor):
         device = example.device if example.device.type == "cpu" else parameter.device
         return torch.full_like(example, float(steps), device=device)

@@ -150,7 +150,8 @@ def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]
 
 @lru_cache(maxsize=512)
 def _divided(costs: tuple[float, ...], parts: int) -> tuple[range, ...]:
-    """Blocks of each of ``parts`` stages. ``costs``: of the layers before the first block, each block, and the layers after the last."""
+    """Blocks of each of ``parts`` stages. ``costs``: the cost of the layers before the first block, of each block, and of the layers after
+    the last one."""
     blocks = len(costs) - 2
     needed = [False, *[True] * blocks, False]
     ranges = balanced(costs, parts, needed)

@@ -64,7 +64,9 @@ def _line(row: dict[str, Any]) -> bytes:
         return orjson.dumps(row, default=_plain)
     except orjson.JSONEncodeError:
         columns = (value for value in row.values() if isinstance(value, bytes))
-        return b" ".join(columns).replace(b"\n", b" ") or b"\xff"  # nested values: a blank line would be omitted
+        return (
+            b" ".join(columns).replace(b"\n", b" ") or b"\xff"
+        )  # the binary values are nested; readers would skip an empty line
 
 
 def _plain(value: Any) -> str:

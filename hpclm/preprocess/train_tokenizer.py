@@ -22,7 +22,7 @@ from hpclm.preprocess.tokenizers.sentencepieces import SENTENCES, train_sentence
 log = logging.getLogger(__name__)
 MEASURED = 1000  # random documents for measuring the compression
 LONG = 1 << 16  # maximum number of characters of a measured document
-FITTING = range(9, 16)  # exponents of two of default vocabulary sizes
+FITTING = range(9, 16)  # default vocabulary sizes are 2 to the power of these
 PACKED = 4  # bytes of text per byte of a compressed file
 RARE = 100  # occurrences in the text needed to learn an entry well
 SHORT_WAY = 200_000_000  # bytes of text that one process tokenizes in about a minute

@@ -54,7 +54,7 @@ class RunData:
         return replace(self, length=length, begin=begin)
 
     def samples_per_save(self, epochs: float | None) -> float:
-        """Samples between two saves, for ``epochs`` of checkpoint.epochs; infinity without it."""
+        """Samples between two saves. ``epochs``: checkpoint.epochs; infinity for None."""
         return math.inf if epochs is None else epochs * self.source.per_epoch("train")
 
 
@@ -71,7 +71,7 @@ def _planned(config: RunConfig, source: Source, begin: Progress) -> tuple[Length
 
 @contextmanager
 def open_data(config: RunConfig, context: DistributedContext, compute: Compute, start: RunStart) -> Iterator[RunData]:
-    """Open the data of a run, for the replica of this rank. ``start``: with the source that rank 0 has checked.
+    """Open the data of a run, for the replica of this rank. ``start``: has the source that rank 0 has checked.
 
     Rank 0 reads the files first and writes the index cache; then the first rank of each other node reads them. All others only open
     the files that they train on. ConfigError if the data of another node differ from rank 0's.

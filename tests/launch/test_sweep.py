@@ -96,7 +96,7 @@ def test_a_sweep_goes_on_after_a_failure_and_continues_after_a_signal(tiny, tmp_
         assert process.wait(PATIENCE) == 85
         shown, logged = process.communicate()
     assert "2 of 2 runs are not done; to continue, repeat the command: hpclm train" in shown and rates in shown
-    assert "SIGINT: runs that train save and exit, no other run starts" in logged
+    assert "SIGINT: the running ones save and exit, and no other run starts" in logged
     assert [runs.is_run(out) for out in outs] == [True, False]
     saved = runs.read_run(outs[0]).checkpoint[0]
     short = [word.replace("budget.steps=3000", f"budget.steps={saved + 5}") for word in words]

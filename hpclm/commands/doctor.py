@@ -1,4 +1,4 @@
-"""``hpclm doctor``: the equipment of this process, its problems and their remedies."""
+"""``hpclm doctor``: facts about this process, its problems and their remedies."""
 
 import json
 import logging

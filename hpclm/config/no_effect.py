@@ -1,7 +1,7 @@
 """Find settings that have no effect because of the number of processes, the run's length, its data or its device.
 
-They are warnings, because the user may mean them, such as a preset's settings in a smaller run. Only ``check_finished`` refuses
-settings: new ones of a run with nothing left to train would be recorded as if they had been used.
+They are warnings, because the user may intend them, for example if a preset is used for a smaller run. Only ``check_finished`` refuses
+settings: if a run has nothing left to train, changed settings would be recorded as if they had been used.
 """
 
 from collections.abc import Iterator
@@ -137,8 +137,8 @@ OF_FACTS = (
 
 
 def check_finished(run: RunConfig, step: int, end: int | None) -> None:
-    """ConfigError if ``step``, the newest checkpoint's, is not before the last step ``end``, but ``run`` trains with other settings
-    than its config.yaml says."""
+    """ConfigError if no step is left to train, but settings of ``run`` differ from its config.yaml. ``step``: the newest checkpoint's
+    step. ``end``: the last step of the run."""
     if end is None or step < end:
         return
     try:

@@ -16,10 +16,10 @@ from hpclm.node.import_errors import WAY_OUT
 
 AGREE = ("hpclm", "python", "torch", "cuda", "nccl", *DECISIVE, "driver", "device_name")
 SHM = 32 << 20  # bytes of /dev/shm for each process: NCCL and MPI keep their buffers there
-OTHERS = 0.1  # fraction of a GPU's memory
+OTHERS = 0.1  # fraction of a GPU's memory that other processes may use without a warning
 MIB = 1 << 20
 GIB = 1 << 30
-FAR = 5.0  # times slower than the others counts as a fault
+FAR = 5.0  # a link that is slower by this factor is at fault
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def cores(ranks: Sequence[Facts]) -> list[NodeFinding]:
             text = (
                 f"ranks {ranges(crowd)} on {node} are all bound to {'core' if len(shared) == 1 else 'cores'} {ranges(shared)}, of "
                 f"{available} that the job has there: they wait for one another. Give each rank separate cores: srun "
-                "--cpu-bind=cores with job.cpus_per_task, mpirun --bind-to core; unset OMP_PROC_BIND where a launcher starts"
+                "--cpu-bind=cores with job.cpus_per_task, mpirun --bind-to core; unset OMP_PROC_BIND before a launcher starts"
             )
             findings.append(warning(text))
     return findings

@@ -100,7 +100,8 @@ class AgreedCompilations:
         return len(failed(self.compilations).keys() - self._before.keys()) if self.agreed else 0
 
     def agree(self) -> None:
-        """After the first step, switch off, on all ranks, each part that some rank could not compile. Later calls are no collectives."""
+        """After the first step, switch off, on all ranks, each part that some rank could not compile. Only the first call is a
+        collective."""
         if self.agreed:
             return
         (failures,) = self.context.all_reduce_max(len(failed(self.compilations)))

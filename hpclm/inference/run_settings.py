@@ -1,4 +1,4 @@
-"""The settings of a run for its model in a single process. Checks that the run's files exist before PyTorch is imported, which takes
+"""The settings of a run for using its model in a single process. Checks that the run's files exist before PyTorch is imported, which takes
 seconds."""
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ def inference_settings(run: Path, overrides: list[str]) -> RunConfig:
 
 
 def for_inference(config: RunConfig) -> RunConfig:
-    """``config`` for the run's model in a single process."""
+    """``config`` for using the run's model in a single process."""
     kept = {name: getattr(config.engine, name) for name in ("device", "precision", "loss_chunk")}
     # the model needs no optimizer: offloaded state would not fit this engine, and a user's optimizer may be missing here
     optim = config.optim

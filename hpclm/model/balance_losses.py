@@ -47,8 +47,8 @@ def add_balance_losses(
     load: Tensor | None,
     axes: Sequence[Axis],
 ) -> Tensor:
-    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: of the
-    processes that divide the sequences of a micro-batch. Reports each token's experts; does nothing without a loss."""
+    """``x`` [t, B, C], whose backward pass adds the losses that ``config`` enables. ``load``: see Router.load. ``axes``: the axes
+    of the processes that divide the sequences of a micro-batch. Reports each expert's tokens. Does nothing if no loss is computed."""
     if context.weights is None or context.reports is None:
         return x
     counted = (context.weights > 0).long()

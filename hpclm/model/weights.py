@@ -1,4 +1,4 @@
-"""The weights of a network, said once: shape, split, initial values, and use of each. Needs no PyTorch.
+"""The weights of a network, defined once: shape, split, initial values, and use of each. Needs no PyTorch.
 
 Modules create their parameters from these tables. Numbers of parameters, FLOPs, memory, and the matrices of optimizers are sums over them.
 C hidden size.
@@ -38,7 +38,7 @@ class Weight:
 
     @property
     def stack(self) -> int:
-        """Number of experts whose weights it stacks; 0: it is no stack."""
+        """Number of experts whose weights it stacks; 0 if it is not a stack."""
         return self.shape[0] if self.placement.stacked else 0
 
     @property
@@ -102,7 +102,8 @@ def row_linear(config: ModelConfig, width: int, bias: bool) -> Table:
 def residual_std(config: ModelConfig) -> float:
     """Standard deviation of the weights at the end of a sublayer.
 
-    2 x layers sublayers add to the residual stream; divided by the root, its variance does not grow with depth (Radford et al. 2019).
+    The network has 2 x layers sublayers, each of which adds to the residual stream. Dividing by the root of their number keeps the
+    variance of the stream independent of the depth (Radford et al. 2019).
     """
     return config.init_std / (2 * config.layers) ** 0.5
 

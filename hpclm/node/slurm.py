@@ -21,7 +21,7 @@ CORES_PER_TASK = "SLURM_CPUS_PER_TASK"
 FIRST_START = re.compile("SLURM_(NTASKS|NPROCS)")
 """Counts of a job's first start. After a requeue, the job may have other nodes."""
 EXPORT_ALL = dict.fromkeys(("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV"), "ALL")
-"""Variables that give a step the environment of the process that starts it, for any --export of the job."""
+"""Variables that give a step the environment of the process that starts it, whatever --export the job was submitted with."""
 STEPS = "SLURM_STEP"
 """Prefix of the variables of a step."""
 TASKS = "SLURM_NTASKS"

@@ -90,7 +90,7 @@ def costs(
     optim = optim or OptimConfig()
     kind = optimizer.kind(optim)
     of_block = kind.bytes_per_parameter(optim)
-    # a compiled loss computes the gradient of unsplit logits in one pass; otherwise log-probabilities in fp32 too
+    # a compiled loss computes the gradient of unsplit logits in one pass; other losses also store log-probabilities in fp32
     if engine.compile:
         logit = 2 * element + (4 if parallel.tensor > 1 else 0)
     else:
@@ -198,7 +198,7 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
         gradients=gradients,
         optimizer=optim,
         gathered=BytesPerParameter(0, element if stage == 3 else 0),
-        kept=5e8,  # parameters needed again before 1e9 others
+        kept=5e8,  # stage 3 keeps parameters that are needed again before 1e9 others are
         buckets=bucket * buckets,
         table=8 - element,
         table_at_once=8 - element,

@@ -26,7 +26,7 @@ from hpclm.preprocess.kinds import BOM, Format, PlainFormat, Storage, decompress
 CHUNK = 1 << 19  # bytes of text in a chunk, unless a single line is longer
 BESIDE = 1 << 11  # bytes examined on both sides of a cut
 CONTEXT = 1 << 8  # bytes before a piece of a document that are tokenized with it
-TRIED = 8  # places of a kind to try, from the end of a piece
+TRIED = 8  # number of places of each kind to try, from the end of a piece
 CUTS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -150,7 +150,7 @@ def refuse_repeated(inputs: Iterable[Input]) -> None:
         file = (status.st_dev, status.st_ino)
         if file in names:
             other = "" if names[file] == path else f", also as {names[file]}"
-            raise ConfigError(f"{path} is an input twice{other}; its documents would be copied. Give it once")
+            raise ConfigError(f"{path} is an input twice{other}; its documents would occur twice. Give it once")
         names[file] = path
 
 
@@ -258,7 +258,7 @@ def _pieces(source: Input, longest: int, may_cut: MayCut | None) -> Iterator[Inp
                 yield piece(cut, False)
             if len(text) > longest:
                 raise ConfigError(
-                    _too_long(source.name, "a single document, and --format lines makes each line one", longest)
+                    _too_long(source.name, "a single document (--format lines makes each line a document)", longest)
                 )
         yield piece(len(text), True)
 

@@ -63,7 +63,7 @@ class RunText:
 
     @property
     def begin(self) -> int | None:
-        """The token that precedes the first one of a text if the template adds none; None without one."""
+        """The token to put before a text if the template adds no tokens; None if the tokenizer has no such token."""
         named = token_id(self.tokenizer, self.imported_tokens.get("bos_token"))
         if named is not None:
             return named
@@ -98,7 +98,7 @@ class RunText:
         if not is_utf8(text):
             raise ConfigError(f"the text {text[:80]!r} holds half a character (a lone surrogate)")
         ids = list(self.tokenizer.encode(text))
-        if getattr(self.tokenizer, "ends_itself", False):  # text that is read has not ended
+        if getattr(self.tokenizer, "ends_itself", False):  # a text to continue has not ended
             while ids and ids[-1] == self.tokenizer.eod:
                 ids.pop()
         if ids and max(ids) >= self.vocabulary:

@@ -13,7 +13,7 @@ OTHER_SESSION = ("SERVICE", "RUN_ID", "SWEEP_ID", "SWEEP_PARAM_PATH", "LAUNCH", 
 
 
 class WandbSink:
-    """A run in W&B. W&B keeps its files, also those of an offline run, in the folder wandb of the run directory."""
+    """A run in W&B. W&B keeps its files, including those of an offline run, in the folder wandb of the run directory."""
 
     def __init__(self, run: RunInfo) -> None:
         """Create or resume the run."""

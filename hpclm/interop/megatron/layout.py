@@ -109,7 +109,7 @@ def _layers(folder: Path) -> MegatronState:
             saved = _saved(note)
             state.args = _args(saved)
             state.version = _version(saved, 3.0)
-        except ConfigError as error:  # the layers may not need it
+        except ConfigError as error:  # the layers may not need the arguments
             state.unread = str(error)
     return state
 
@@ -208,7 +208,7 @@ def _tensors(saved: Mapping[Any, Any], prefix: str = "") -> dict[str, Tensor]:
 def full(name: str, first: int) -> str | None:
     """The global name of a tensor in a stage that begins with layer ``first``.
 
-    None if it is not a weight, or a copy of the embedding in the last stage.
+    None if the tensor is not a weight, or is the last stage's copy of the embedding.
     """
     name = OUTER.sub("", name)
     if NO_WEIGHTS.search(name) or name.startswith("word_embeddings_for_head."):

@@ -155,7 +155,10 @@ def test_a_toy_run_that_is_done_leaves_its_directory_and_the_next_has_one_of_its
         )
     longer = submit("--dry-run", *SMALL, "out=runs/debug", "budget.steps=9", check=0)  # continues the first
     assert f"-m hpclm.launch.job {folder}/debug/config.yaml\n" in longer.stdout
-    assert "debug trained on" in longer.stderr and "from now on in a Slurm job (--cluster local: here)" in longer.stderr
+    assert (
+        "debug trained on" in longer.stderr
+        and "will continue in a Slurm job; to train on this machine" in longer.stderr
+    )
 
 
 def test_wrong_options_end_with_2(submit):

@@ -190,7 +190,7 @@ def setting(
         **declared,
     )
     if isinstance(default, (list, dict)):
-        # not part of the hash, so that sections are keys of dictionaries; they are compared like all others
+        # left out of the hash, so that a section can be the key of a dictionary; comparisons still include it
         return field(default_factory=partial(copy.copy, default), metadata={_KEY: metadata}, hash=False)
     return field(default=default, metadata={_KEY: metadata})
 

@@ -73,7 +73,7 @@ class CorruptionFinding:
     """Names of the weights that differ, or that have differing optimizer state."""
 
     def described(self, names: Sequence[str]) -> str:
-        """The ranks at fault, by the ``names`` of all ranks, and the fault, with the weights that differ."""
+        """A text with the ranks at fault, the fault, and the weights that differ. ``names``: the name of every rank."""
         text = f"{'; '.join(_first([names[rank] for rank in self.ranks]))}: {self.text}"
         if self.weights:
             text += f" ({', '.join(_first(self.weights))})"
@@ -127,7 +127,7 @@ class Verifier:
         self._changed = torch.zeros((), dtype=torch.bool, device=engine.device)
         self._pieces: list[list[Tensor]] = []
         self._entries = 0
-        """The optimizer's state when the pieces were made."""
+        """Number of entries in the optimizer's state when ``_pieces`` was made."""
         self._before: Tensor | None = None
         self._steps = 0
         self._mark = (0, 0.0)
@@ -264,7 +264,7 @@ def findings(answers: Sequence[Mapping[str, Any]], exact: bool) -> list[Corrupti
     for replica in sorted(unequal):
         # any rank of the replica may be at fault, whichever rank's loss differed
         ranks = [rank for rank, answer in enumerate(answers) if answer["replica"] == replica]
-        text = "one micro-batch, computed twice, had two losses"
+        text = "one micro-batch, computed twice, had two different losses"
         problems.append(CorruptionFinding(tuple(ranks), text, len(ranks) == 1, TWO_LOSSES))
     problems += _outvoted(answers)
     certain = {rank for finding in problems if finding.certain for rank in finding.ranks}

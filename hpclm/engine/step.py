@@ -119,8 +119,8 @@ class GlobalNorm:
     """The global L2 norm of gradients or updates, in fp32: each weight counts once, however it is split or replicated."""
 
     def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool, split: bool = False):
-        """``sharded``: each replica holds only a part of the weights that no data-parallel ranks split. ``split``: some stage has
-        weights that data-parallel ranks split."""
+        """``sharded``: each replica holds only a part of every weight, apart from those that data-parallel ranks split by placement,
+        such as experts. ``split``: some stage has such weights."""
         self.weights = weights
         self.mesh = mesh
         self.sharded = sharded

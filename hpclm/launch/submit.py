@@ -156,7 +156,7 @@ def _warn(runs: Sequence[RunConfig], reasons: Sequence[str]) -> None:
         last = folders.read_run(out).attempt
         if last and (not last.get("job_id") or last.get("launcher") == "local"):
             say(
-                f"{out} trained on {last.get('host')} so far; from now on in a Slurm job (--cluster local: here)",
+                f"{out} trained on {last.get('host')} so far, and will continue in a Slurm job; to train on this machine, give --cluster local",
                 file=sys.stderr,
             )
 

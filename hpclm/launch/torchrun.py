@@ -48,8 +48,8 @@ from hpclm.node.ends import End
 from hpclm.node.job import OwnJob
 
 FINAL = [code for code in ExitCode if code.final]
-"""Exit codes of ranks that must not be restarted. A rank that has saved must not be either: it asks for another start of the job."""
-BY_TORCHRUN = 20  # seconds after the first failure; after 30, torchrun kills the ranks that are still running
+"""Exit codes of ranks that must not be restarted. Nor is a rank restarted that has saved and asks for another start of the job."""
+BY_TORCHRUN = 20  # seconds after the first failure: a rank killed later was killed by torchrun, which waits 30 s
 JOIN = 600.0  # seconds until the first node's launcher must answer, the same as torchrun's own limit
 LOOPBACK = "hpclm-loopback"
 

@@ -189,7 +189,7 @@ class TokenLoss:
         self.whole: ChunkMath = nll_and_gradient_in_place
         self.split: ChunkMath = split_nll_and_gradient
         self.compilations: list[Compilation] = []
-        """For the whole vocabulary, and for a part of it; the collectives of both are the same as uncompiled."""
+        """The compilations of ``whole`` and ``split``; compiled code calls the same collectives as uncompiled code."""
         if compile:
             whole = Compilation("the loss runs")
             split = Compilation("the loss runs")

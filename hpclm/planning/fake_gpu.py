@@ -75,8 +75,8 @@ class CallCounter(TorchDispatchMode):
 
 
 def _value(scalar: Tensor) -> float:
-    """The value that the host reads from a fake tensor: 0, but 1 for a loss, and 1 for the vote of PyTorch's pipeline stages that they
-    know the shapes of what they receive."""
+    """The value that the host reads from a fake tensor: 0, but 1 for a loss and for an int32. PyTorch's pipeline stages exchange an int32
+    to agree that they know the shapes of what they receive."""
     return 1.0 if scalar.is_floating_point() else int(scalar.dtype == torch.int32)
 
 
@@ -200,7 +200,9 @@ def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callab
 
     def forget(
         stage: nn.Module,
-    ) -> None:  # the tracker accepts no module twice; other stages wait for their backward passes
+    ) -> (
+        None
+    ):  # the tracker refuses to enter a module twice; only this stage, because others still wait for a backward pass
         for module in stage.modules():
             tracker.memory_tracking.pop(module, None)
 

@@ -82,7 +82,7 @@ def request(name: str, out: Path, state_of: StateOf) -> Path:
 
 
 def request_all(name: str, chosen: Sequence[Path], seconds: float, done: str, state_of: StateOf) -> int:
-    """Create the request file ``name`` for each run in ``chosen``, and wait for all, at most ``seconds``; the exit code.
+    """Create the request file ``name`` for each run in ``chosen``, and wait at most ``seconds`` for all; returns the exit code.
 
     ``done`` is printed before the name of a run that has complied.
     """

@@ -1,11 +1,12 @@
-"""The figures on the load of experts in metrics: EXPERT_FIGURES of metric_names.py, for each layer."""
+"""Computes the figures of metrics.jsonl on the load of experts: EXPERT_FIGURES of metric_names.py, for each layer."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def layer_figures(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Tokens per layer and expert [L, E], some in every layer -> [3, L]: peak load / mean, normalised entropy, idle experts."""
+    """Tokens per layer and expert [L, E] -> [3, L]: peak load / mean, normalised entropy, idle experts. Every layer needs at least one
+    token."""
     experts = counts.shape[1]
     shares = counts / counts.sum(1, keepdims=True)
     entropy = -(shares * np.log(np.where(shares > 0, shares, 1.0))).sum(1)

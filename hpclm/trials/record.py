@@ -17,7 +17,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.training.loop import TrainingLoop
 
-NUDGE = 0.05  # standard deviation of the change of a weight that shows its effect on the loss
+NUDGE = 0.05  # standard deviation of the change to a weight in ``evaluated``: large enough to change the loss
 NOT_METRICS = ("counted_tokens", "empty_micro_batches", "guarded")
 
 
@@ -46,7 +46,8 @@ class Record:
     updated: list[WeightPiece] = field(default_factory=list)
     """The weights after the first update."""
     evaluated: dict[str, float] = field(default_factory=dict)
-    """The loss in evaluation before the first update: "" unchanged, and with each weight of the first block changed slightly."""
+    """Losses in evaluation before the first update: with unchanged weights (key ""), and with one weight of the first block changed slightly
+    (key: its name)."""
     final: list[WeightPiece] = field(default_factory=list)
     """The weights at the end."""
     draws: bool = False
@@ -115,7 +116,7 @@ def end(loop: TrainingLoop, record: Record) -> None:
 
 
 def weights(engine: Engine) -> Iterator[WeightPiece]:
-    """The weights that this process holds; for an engine without BaseEngine, the weights that it saves."""
+    """The weights that this process holds; for an engine that is not a BaseEngine, the weights that it saves."""
     if not isinstance(engine, BaseEngine):
         for shard in engine.tensors():
             if shard.name.startswith("model."):
@@ -126,7 +127,7 @@ def weights(engine: Engine) -> Iterator[WeightPiece]:
 
 
 def _pieces(engine: BaseEngine, weight: ShardedParameter, values: Tensor) -> Iterator[WeightPiece]:
-    """``values``, of a weight or of a tensor with its shape, as blocks of the whole tensor."""
+    """``values`` as blocks of a whole tensor: this process's values of ``weight``, or of a tensor with its shape, such as its gradient."""
     part = engine.state.local_part(weight)
     for start, block in blocks(part, part.begin, values.detach().flatten()[: part.count], engine.mesh.tp):
         yield _piece(weight.name, block, weight.shape, start)

@@ -90,7 +90,7 @@ def _special(text: RunText) -> Keys:
     answer_ends: Collection[int] = ()
     if text.chat:
         answer_ends = text.chat.ends.values()
-        # the template must write the same text here as in training
+        # the chat template writes this token, and must write the same text in llama.cpp as in training
         named_end = token_id(text.tokenizer, text.chat.named.get("eos_token"))
         if named_end is not None:
             end = named_end
@@ -215,5 +215,5 @@ def _of_bytes() -> Keys:
 
 def _refused(tokenizer: Tokenizer, why: str) -> ConfigError:
     return ConfigError(
-        f"the {describe(tokenizer.fingerprint)} cannot be written as GGUF: {why}. For transformers, name a folder as TARGET"
+        f"the {describe(tokenizer.fingerprint)} cannot be written as GGUF: {why}. To export for transformers instead, give a folder as TARGET"
     )

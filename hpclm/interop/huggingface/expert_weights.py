@@ -68,8 +68,8 @@ def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | N
 
 
 def per_expert(ours: str, theirs: Sequence[str], experts: int) -> ConversionRule:
-    """Rule for a weight [E, rows, ...] or bias [E, rows] of all experts, stored as several tensors for each expert. These divide its
-    rows evenly, such as gate and up projection; those of the first expert come first."""
+    """Rule for a weight [E, rows, ...] or bias [E, rows] of all experts, stored as several tensors for each expert, such as gate and
+    up projection. ``theirs``: the names of these tensors, the first expert's first. The tensors of an expert have equally many rows."""
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0].shape
@@ -115,6 +115,6 @@ def remark(tree: Json) -> str | None:
     if not tree.get("router_aux_loss_coef"):
         return None
     return (
-        f"router_aux_loss_coef={tree['router_aux_loss_coef']} is ignored: transformers multiplies the shares of all layers "
-        "together, hpclm those of each layer. To balance experts in training, set model.experts.balance_sequence or another model.experts.balance_…"
+        f"router_aux_loss_coef={tree['router_aux_loss_coef']} is ignored: transformers computes one "
+        "loss from the means over all layers, but hpclm one for each layer. To balance experts in training, set model.experts.balance_sequence or another model.experts.balance_…"
     )

@@ -172,7 +172,7 @@ def parts_of_line(line: str) -> Iterator[str]:
 
 
 def _explained(error: str, vocab_size: int) -> str:
-    """Translates the library's ``error`` in training ``vocab_size`` entries into terms of the command line."""
+    """The library's ``error`` from training ``vocab_size`` entries, in terms of hpclm's options."""
     high = re.search(r"Vocabulary size too high \(\d+\).* <= (\d+)", error)
     if high:
         return (

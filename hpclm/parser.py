@@ -23,7 +23,7 @@ ONE = "run directory, or its name below --runs"
 SEVERAL = "run directories, their names below --runs, or patterns of these: 'sweep-*'"
 NUMBER = re.compile(r"[\d.e+-]+")
 """Numbers, which are never secrets."""
-USAGE = 4  # most lines of a usage that an error shows
+USAGE = 4  # maximum number of lines of a usage that an error shows
 STOP_OR_CANCEL = "stop asks the run itself, from any machine that sees its folder; cancel ends its job, also one that waits or hangs."
 """The difference between ``hpclm request RUN stop`` and ``hpclm cancel RUN``."""
 DATA = """data:  data=TEXT         train on a text: a file or folder that hpclm preprocess reads, or a pattern. It is tokenized

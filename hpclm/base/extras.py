@@ -51,9 +51,9 @@ def too_old(what: str, library: str, release: str, installed: str, way_out: str)
 
 
 def older(library: str, release: str) -> str | None:
-    """The installed version of ``library`` if it is older than ``release``; else None, also without the library. Imports nothing.
+    """The installed version of ``library`` if it is older than ``release``; else None. Imports nothing.
 
-    None also for builds between releases ("2.12.0a0"), which may have the features of the release.
+    None also without the library, and for builds between releases ("2.12.0a0"), which may have the features of the release.
     """
     try:
         installed = metadata.version(library)

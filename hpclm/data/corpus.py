@@ -25,7 +25,7 @@ SPLITS = ("train", "valid", "test")
 SAMPLED = 64  # blocks verified when a run starts, in all datasets together
 FIRST = 1 << 20  # tokens checked against the vocabulary at start, in a dataset without PREFIX.json
 ENDS = 64  # documents examined for an end-of-document token
-WASTEFUL = 2  # ratio to the tokenizer's entries above which padding does not explain the model's vocabulary
+WASTEFUL = 2  # a vocabulary this many times larger than the tokenizer's is not just padded
 NAMED = "valid/"  # prefix of the names of further validation sets
 
 
@@ -84,7 +84,9 @@ class Corpus:
             total += len(content.blocks) // DIGEST
         said = []
         if looked:
-            said.append(f"data: verified {looked:,} of {total:,} random 1 MiB blocks; hpclm data verify reads all")
+            said.append(
+                f"data: verified {looked:,} random blocks of {total:,}, each of 1 MiB; hpclm data verify reads all"
+            )
         if unknown:
             names = ", ".join(unknown[:3])
             if len(unknown) > 3:

@@ -18,7 +18,7 @@ from hpclm.distributed.ranks import RankInfo
 log = logging.getLogger(__name__)
 EVERY = 10  # steps between two comparisons
 MIN_STEPS = 10  # steps until a rank's usual work is known
-RECENT_STEPS = 20  # most steps in the median of the usual work
+RECENT_STEPS = 20  # maximum number of steps in the median of the usual work
 SLOW = 1.5  # multiple of the others' median work per step
 NOTABLE = 0.2  # fraction of a step's time that a slow rank must cost
 

@@ -95,8 +95,8 @@ def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterat
 
 
 def of_dataset(dataset: IndexedDataset, mask: IndexedDataset | None, tokenizer: Tokenizer | None) -> Iterator[Document]:
-    """The sequences of a dataset. With its loss ``mask``, they say which tokens count; without a mask, how many bytes the text has, if the
-    dataset's ``tokenizer`` is known."""
+    """The sequences of a dataset. ``mask``: its loss mask, which decides the tokens that count. ``tokenizer``: the dataset's, to count the
+    bytes of its text. Bytes are unknown with a mask or without a tokenizer."""
     for number in range(len(dataset)):
         ids = dataset.tokens(number).tolist()
         if mask is not None:

@@ -24,7 +24,7 @@ REPLACED = re.compile(r"(megatron|deepspeed|pathlib)\.[\w.]+|_io\.BytesIO")
 NOT_READ = (
     RuntimeError, EOFError, KeyError, IndexError, ValueError, AttributeError, TypeError, AssertionError,
 )  # fmt: skip
-"""Exceptions of torch.load for a file that is not its own."""
+"""Exceptions of torch.load for a file that torch.save has not written."""
 ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 
 

@@ -18,7 +18,7 @@ PER_LOGIT = 8
 
 
 def network(config: ModelConfig) -> Iterator[Weight]:
-    """All weights of the network, including the padding of the embedding; of equal blocks, all."""
+    """All weights of the network, including the padding of the embedding. The weights of equal blocks are repeated."""
     for table in (weights.before_blocks(config), weights.after_blocks(config)):
         yield from (weight for _, weight in table)
     for layer in config.blocks:
@@ -69,14 +69,15 @@ def linears(config: ModelConfig, layer: Layer) -> list[tuple[int, int]]:
 
 
 def fp8_gain(config: ModelConfig) -> float:
-    """Upper bound on the speed-up of the FLOPs of ``flops_per_token`` with engine.fp8 over bf16: products for outputs and for gradients
-    of inputs, in FP8, take half as long."""
+    """Upper bound on the speed-up of a step by engine.fp8. In a block with FP8, two of the three products of a linear layer take half as
+    long as in bf16: those for outputs and for gradients of inputs."""
     multiplied = sum(a * b for number in fp8.blocks(config) for a, b in linears(config, config.blocks[number]))
     return 1 / (1 - 4 * multiplied / flops_per_token(config) / 2)
 
 
 def attended(config: ModelConfig, causal: bool = True) -> float:
-    """Mean number of tokens that a token attends to. Without ``causal``, every token counts as many as the last one."""
+    """Mean number of tokens that a token attends to. Without ``causal``, every token is assumed to attend to as
+    many tokens as the last one."""
     context = config.context
     spans = [min(layer.window or context, context) for layer in config.blocks]
     return sum(span - causal * span**2 / (2 * context) for span in spans) / len(spans)
@@ -86,8 +87,8 @@ def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     """Floating-point operations of one token's forward and backward pass, without recomputation.
 
     Matrix products cost 6 per weight and token (Kaplan et al. 2020); attention 12 x layers x hidden x context (Chowdhery et al. 2022,
-    appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection. Of the experts,
-    only those that compute the token count.
+    appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection. Only the experts
+    that a token goes to are included.
     """
     multiplied = sum(products(config, layer) for layer in config.blocks) + config.hidden * config.padded_vocab
     return 6 * multiplied + config.layers * 12 * attended(config, causal) * config.attention_width
@@ -103,7 +104,7 @@ def recompute_flops(config: ModelConfig, recompute: str) -> float:
 
 
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:
-    """The default number of tokens in a chunk of logits. ``tokens``: of the micro-batch. ``vocab``: size of the vocabulary.
+    """The default number of tokens in a chunk of logits. ``tokens``: tokens of the micro-batch. ``vocab``: size of the vocabulary.
     ``memory``: bytes of the GPU. Chunks are equal if possible, so that compiled code sees one shape."""
     # a threshold: with a fraction of the memory, two GPUs of the same model could add up different chunks
     room = ROOM if memory >= LARGE_GPU_BYTES else 0

@@ -65,5 +65,5 @@ def output(table: nn.Module, x: Tensor, _: LayerContext, shape: LogitShape) -> H
 
 def tied_output(table: nn.Module, x: Tensor, context: LayerContext, shape: LogitShape) -> Head:
     """The head of a tied model, whose ``table`` is the token embedding."""
-    head = output(table, x, context, shape)  # if accumulated in place, the input embedding completes the gradient
+    head = output(table, x, context, shape)  # a gradient accumulated in place is completed by the input embedding
     return head if head.main_grad is None else head._replace(weight=head.weight.detach())

@@ -79,7 +79,7 @@ class Placement:
         return self.fused.rows if self.fused and self.fused.groups == 1 else (self.shape[self.dim],)
 
     def pieces(self, tp: "Axis", data_rank: int = 0) -> Iterator[TensorBlock]:
-        """The blocks that this process of ``tp`` holds, in order. ``data_rank``: on the data axis."""
+        """The blocks that this process of ``tp`` holds, in order. ``data_rank``: its rank on the data axis."""
         local = self.local(tp)
         start = [0] * len(self.shape)
         size = list(self.shape)

@@ -29,7 +29,7 @@ def resolved_settings(
     if dataset is None or dataset.written:
         return run
     check(run, dataset)
-    # a warning ends the start of a run at once (preemption.StartSignals); here it would leave unfinished files
+    # a signal ends the start of a run at once (preemption.StartSignals); here that would leave unfinished files
     with environment.preserved(), preemption.handling(signal.default_int_handler), interruption.raising():
         dataset.write()
     return planned(words, typed)[0]

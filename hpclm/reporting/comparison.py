@@ -19,7 +19,7 @@ FIGURES = {
     "tokens_per_second": ("TOKENS/S", ",.0f"),
 }
 """Columns of the table, with their headings and formats."""
-REPORTED = 6  # most columns with metrics that the user's code reports
+REPORTED = 6  # maximum number of columns with metrics that the user's code reports
 
 
 @dataclass(frozen=True)

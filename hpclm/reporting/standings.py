@@ -42,7 +42,7 @@ def ranked(runs: Runs) -> list[Standing]:
 
 
 def healthy_limit(runs: Runs) -> float:
-    """The highest healthy loss: 10 % above the median run's first losses or its median loss, if that is higher."""
+    """The highest healthy loss: 10 % above the median run's first losses, or above its median loss if that is higher."""
     losses = [history.steps["loss"] for history in runs.values()]
     finite = [values[np.isfinite(values)] for values in losses if np.isfinite(values).any()]
     if not finite:

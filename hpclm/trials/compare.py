@@ -166,7 +166,8 @@ def _gradients(reference: Sequence[Record], trial: Sequence[Record]) -> Iterator
 
 
 def _partial(held: Sequence[Array], exact: Array) -> str:
-    """The hint for a wrong gradient: "partial" if the ranks' values sum to it, "2 times" if each rank has twice the value."""
+    """The hint for a wrong gradient: "partial" if the ranks' values sum to the right one, "2 times" if each rank has
+    twice the right value."""
     complete = [array for array in held if not np.isnan(array).any()]
     size = _norm(exact) + TINY
     if len(complete) > 1 and _norm(sum(complete) - exact) < PARTIAL * size:

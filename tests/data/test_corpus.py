@@ -276,7 +276,7 @@ def test_what_is_verified_of_the_data_is_told_in_blocks_and_datasets_without_has
         note.unlink(missing_ok=True)
     blend = [blend[0], make("f", [1 << 18, 1]), *blend[1:]]
     intact, unknown = source(blend=blend, split="1", vocab_size=1 << 19).check_content()
-    assert intact == "data: verified 3 of 3 random 1 MiB blocks; hpclm data verify reads all"
+    assert intact == "data: verified 3 random blocks of 3, each of 1 MiB; hpclm data verify reads all"
     b, c, d, e = blend[2:]
     assert f"index of {b}, {c}, {d} and 1 more are valid" in unknown and unknown.endswith(
         f"hpclm data hash {b} {c} {d} {e}"

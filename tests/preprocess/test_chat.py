@@ -97,7 +97,7 @@ def test_both_forms_give_a_dataset_and_its_mask_the_same_in_parts(run, capsys):
     assert [*content("out_chat"), *content("out_chat_loss")] == alone
     settings = DataConfig(prefix="out_chat", order="packed", split="1")
     made = corpus(settings, 40, 1, 400)
-    assert made.samples("train", None) and "2 of 2 random 1 MiB blocks" in made.check_content()[0]
+    assert made.samples("train", None) and "2 random blocks of 2, each of 1 MiB" in made.check_content()[0]
     assert cli.main(["data", "merge", "all", "out_chat", "out_chat"]) == 64
     mask = Path("out_chat_loss.bin").read_bytes()
     with Writer("out_chat_loss", np.uint8) as writer:  # of the same lengths

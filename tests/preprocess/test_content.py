@@ -193,7 +193,7 @@ def words(prefix, *more):
 def test_a_start_verifies_random_blocks_and_logs_it(large, caplog):
     source = opened(from_cli(words(large)))
     [said] = sources.check_content(source)
-    assert said.startswith(f"data: verified {SAMPLED} of 81 random 1 MiB blocks")
+    assert said.startswith(f"data: verified {SAMPLED} random blocks of 81, each of 1 MiB")
     fingerprint = IndexedDataset(large).fingerprint
     with large.with_suffix(".bin").open("r+b") as file:  # only what lies between the 64 blocks of the fingerprint
         size = os.fstat(file.fileno()).st_size
@@ -223,7 +223,7 @@ def test_a_start_names_datasets_without_hashes_and_divides_the_blocks_over_the_o
     shutil.copy(large.with_suffix(".idx"), tmp_path / "y.idx")
     several = [f"data.blend=[{large},{tmp_path / 'y'}]", *words("", "data.prefix=null")[1:]]
     first, second = sources.check_content(opened(from_cli(several)))
-    assert first.startswith("data: verified 32 of 81 random 1 MiB blocks")
+    assert first.startswith("data: verified 32 random blocks of 81, each of 1 MiB")
     assert second.startswith(
         f"data: lengths and index of {tmp_path / 'y'} are valid; their tokens cannot be verified without hashes"
     )
@@ -272,7 +272,7 @@ def test_a_run_logs_its_checks_and_does_not_train_on_corrupt_data(large, tiny, t
     config = from_cli([*tiny("run", *quiet), "data.source=indexed", *words(large)])
     with caplog.at_level("INFO"):
         assert loop.run(RunStart(config), single()) == 0
-    assert "data: verified 64 of 81 random 1 MiB blocks" in caplog.text
+    assert "data: verified 64 random blocks of 81, each of 1 MiB" in caplog.text
     zero(large.with_suffix(".bin"), HASH_BLOCK_BYTES, 60 * HASH_BLOCK_BYTES)
     with pytest.raises(ConfigError, match="is corrupt"):
         loop.run(RunStart(dataclasses.replace(config, out=str(tmp_path / "other"))), single())

@@ -43,7 +43,7 @@ def written(
     """The card of an export to ``target`` with weights in ``dtype``. ``own_code``, ``tokenizer``: whether the class or the tokenizer is
     exported too.
 
-    The only folders of this machine in the card are those on the way from the current folder to ``target``.
+    The card names no folders of this machine except those between the current folder and ``target``.
     """
     config = checkpoint.config
     size = count.described_size(

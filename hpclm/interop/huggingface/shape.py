@@ -67,7 +67,7 @@ def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json
         )
     kind = given.get("rope_type", given.get("type", "default"))
     scaling = {key: value for key, value in given.items() if key not in OUTSIDE}
-    if kind == "yarn" and nested:  # transformers reads this parameter outside those of a kind of layers
+    if kind == "yarn" and nested:  # transformers reads truncate outside the parameters of a kind of layers
         scaling.pop("truncate", None)
         if "truncate" in both:
             scaling["truncate"] = both["truncate"]

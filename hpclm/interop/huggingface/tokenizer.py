@@ -136,7 +136,8 @@ def differing(
 ) -> str | None:
     """The first test text that ``theirs`` and ``ours`` encode differently, with both ids; None if all agree.
 
-    ``tokenizer``: its vocabulary supplies test texts, besides texts of ``added`` tokens and without texts of ``avoided`` tokens.
+    ``tokenizer``: its vocabulary supplies test texts. ``added``: tokens to use in further test texts. ``avoided``: tokens that must not
+    occur in test texts.
     """
     size = tokenizer.size
     pieces = (range(begin, min(begin + WIDTH, size)) for begin in range(0, size, max(WIDTH, size // CHUNKS)))

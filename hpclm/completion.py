@@ -49,7 +49,7 @@ _hpclm_presets() { compgen -W "@PRESETS" -- "$1"; _hpclm_settings "$1"; }
 _hpclm_topics() { compgen -W "@TOPICS" -- "$1"; }
 """
 BASH_END = r"""
-_hpclm() {  # as shtab's function, for words that have = and : in them
+_hpclm() {  # calls shtab's function with words that may contain = and :
   local line=${COMP_LINE:0:COMP_POINT} current i
   local -a words
   read -a words <<< "$line"  # without -r: a name may have "\ "

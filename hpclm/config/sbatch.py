@@ -20,7 +20,7 @@ class Option(NamedTuple):
     flag: bool = False
     """Whether it takes no value."""
     refused: str = ""
-    """For an option that job.options cannot have: the instruction what to do instead."""
+    """What to do instead of setting the option in job.options; empty if it is allowed there."""
     offered: bool = False
     """Whether ``hpclm submit`` has an option of this name."""
     harmless: bool = False

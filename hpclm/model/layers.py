@@ -140,7 +140,7 @@ class ProjectionNorm(TensorParallelModule):
 class XIELU(TensorParallelModule):
     """xIELU (Huang and Schlag 2024): quadratic above 0, exponential and linear below, with two weights a layer."""
 
-    EPS = -1e-6  # as in transformers: not 0 at 0, which norms of zero rows amplify
+    EPS = -1e-6  # as in transformers; so the activation of 0 is not 0, which a norm of a row of zeros amplifies
 
     def __init__(self, table: Table, tp: Axis):
         super().__init__(tp)
@@ -152,7 +152,8 @@ class XIELU(TensorParallelModule):
         above: Tensor = F.softplus(self.replicated(self.alpha_p).to(x.dtype))
         below = XIELU_BETA + F.softplus(self.replicated(self.alpha_n).to(x.dtype))
         grown = torch.expm1(x.clamp(max=0))
-        grown = grown + (torch.expm1(x.clamp(max=self.EPS)) - grown).detach()  # without the jump of its slope
+        # EPS clamps only the value, because clamping would make the gradient jump
+        grown = grown + (torch.expm1(x.clamp(max=self.EPS)) - grown).detach()
         low = (grown - x) * below + XIELU_BETA * x
         return torch.where(x > 0, above * x * x + XIELU_BETA * x, low)
 

@@ -81,7 +81,7 @@ def kind_of_device(name: str) -> Kind | None:
 
 
 DEVICE_FILES = ("dev/nvidia[0-9]*", "dev/kfd", "dev/dxg")
-"""Device files of GPUs that PyTorch supports: of NVIDIA, of AMD, and of Windows for Linux (WSL)."""
+"""Device files of GPUs that PyTorch supports: of NVIDIA, of AMD, and of the Windows Subsystem for Linux."""
 COUNT = "import json, torch; print(json.dumps({'gpus': torch.cuda.device_count() if torch.cuda.is_available() else 0}))"
 
 

@@ -101,7 +101,7 @@ def _divides(run: RunConfig, tensor: int) -> bool:
 
 def _engines(run: RunConfig, tensor: int, pipeline: int) -> Iterator[tuple[dict, dict]]:
     """Settings of each engine with each of its ZeRO stages, and of the layout. With a pipeline, the layouts are its schedules.
-    Otherwise, parallel.shard is as set, or a node's GPUs for several nodes, or null."""
+    Otherwise they vary parallel.shard: null, its value in ``run``, and with several nodes the GPUs of a node."""
     shards = {run.parallel.shard or 1, run.job.gpus // tensor if run.job.nodes > 1 else 1} - {1}
     for name, can in SUPPORTS.items():
         for stage in can.stages(pipeline):

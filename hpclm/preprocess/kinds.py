@@ -233,7 +233,8 @@ def _beginning(path: str, storage: Storage) -> bytes:
 
 
 def decompressed(raw: BinaryIO) -> Iterator[bytes]:
-    """The text of all frames of a .zst file. EOFError if it is corrupt or, unlike in the library's reader, truncated."""
+    """The text of all frames of a .zst file. EOFError if it is corrupt or truncated; the library's own reader
+    accepts truncated files."""
     import zstandard
 
     library = zstandard.ZstdDecompressor(max_window_size=WINDOW)

@@ -83,7 +83,7 @@ def ordered(function: Callable[[Work], Result], work: Iterable[Work], workers: i
 @contextmanager
 def _ctrl_c_for_parent() -> Iterator[None]:
     """Processes started in this block never receive a terminal's Ctrl-C, which is for their parent."""
-    ensure_running()  # the helper of multiprocessing, which would unblock the signal
+    ensure_running()  # start multiprocessing's helper first, because that unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

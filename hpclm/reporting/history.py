@@ -92,7 +92,7 @@ class History:
     memory: float = 0.0
     """Peak memory of rank 0, in bytes; 0 if unknown."""
     tasks: tuple[Row, ...] = ()
-    """Scores at tasks, from hpclm evaluate."""
+    """Scores on tasks, from hpclm evaluate."""
     experts: ExpertHistory | None = field(default=None, compare=False)
     """The load of its experts; None without experts."""
     state: str = ""
@@ -213,7 +213,7 @@ def _numbers(rows: Sequence[Row], name: str) -> Array:
 
 
 def _if_readable(read: Callable[[], Result]) -> Result | None:
-    """The result of ``read``; None, with a warning, if hpclm has not written its file. HpclmError if the disk fails."""
+    """The result of ``read``; None if its file is missing, or, with a warning, cannot be read. HpclmError if the disk fails."""
     try:
         return read()
     except FileNotFoundError:

@@ -69,7 +69,7 @@ class RunStart:
         self._job = job or OwnJob()
         self.checked = False  # whether all checks have passed
         self.checkpoint: Candidate | None = None  # set by _check_checkpoint: the checkpoint that the run resumes from
-        # set by _check_data, without an index or samples, unless it must not be built
+        # set by _check_data, which builds no index or samples; None if the source may not be built
         self.source: Source | None = None
         self.facts = SharedFacts()  # filled by _check_data: facts found while the data were opened
 

@@ -34,7 +34,7 @@ TAGS = {
     "validation_loss": "lm-loss-validation/lm loss validation",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
 }
-FLUSH_SECONDS = 20.0  # at most between two flushes, even if log lines are further apart
+FLUSH_SECONDS = 20.0  # maximum time between two flushes, even if log lines are further apart
 
 
 class TensorBoard:

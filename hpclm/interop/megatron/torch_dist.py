@@ -40,7 +40,7 @@ CLASSES = {
 }
 """The names allowed in a .metadata: classes without behaviour that describe tensors."""
 IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(\.\w+)*")
-"""Modules that are never imported; their other classes are replaced by ``Ignored``."""
+"""Modules with objects that no tensor depends on. Their names, except those in CLASSES, are replaced by ``Ignored`` without an import."""
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")

@@ -272,7 +272,7 @@ def kernel_of(machine: str) -> str:
 
 @contextmanager
 def locked(path: Path, waiting: str | None = None, refusal: Exception | None = None) -> Iterator[int]:
-    """Hold a lock on a folder, or on a file, which is created, during the block; yields the descriptor.
+    """During the block, hold a lock on a folder, or on a file, which is created if it is missing; yields the descriptor.
 
     On a file system without locks, the block runs without one. A process that inherits the descriptor holds the lock, too.
     If another process holds the lock, ``refusal`` is raised, or ``waiting`` is logged before waiting.

@@ -56,7 +56,7 @@ def _spec(module: str, path: list[str] | None) -> ModuleSpec | None:
 
 
 def _names(spec: ModuleSpec) -> set[str] | None:
-    """All names in the source of a module, more than it defines; None without a source that can be read."""
+    """All names in the source of a module, which may be more than it defines; None if the source cannot be read."""
     if spec.origin is None and spec.submodule_search_locations is not None:  # a folder without __init__.py
         return set()
     if spec.origin is None or not spec.origin.endswith(".py"):

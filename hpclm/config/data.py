@@ -14,7 +14,7 @@ from hpclm.config.setting import setting
 SOURCES = {"indexed": "hpclm.data.corpus:corpus", "synthetic": "hpclm.data.synthetic:synthetic"}
 FILES = "data.source=indexed|own"
 SPLIT = "not data.train: only data.prefix and data.blend are split"
-UNSPLIT = "data.train: data.split divides the others"
+UNSPLIT = "data.train: without it, data.split divides data.prefix and data.blend"
 NO_LINES = "not data.break_mode"
 UNPACKED = "data.order!=packed: it pads samples and masks the loss between documents"
 TOKENIZERS = {

@@ -16,7 +16,7 @@ ALIKE = 0.6
 IN_SECTION = 0.35
 """Highest bonus for the section of a suggestion, in addition to the similarity of its name."""
 NEAR = 0.8
-"""Minimum of this score, and minimum similarity of a misspelt name."""
+"""Minimum score (similarity plus bonus) of a suggestion, and minimum similarity of a misspelt name."""
 OPTION = 0.85
 """Minimum similarity of a misspelt option."""
 KEY = re.compile(r"[A-Za-z_][\w.-]*")

@@ -147,7 +147,9 @@ def _starts(sizes: NDArray[np.int32], documents: NDArray[np.integer], total: int
         lengths = np.take(sizes, documents[first : first + DOCUMENTS_PER_BLOCK], mode="clip")
         ends = np.cumsum(lengths, dtype=np.int64)
         ends += end
-        reached = np.minimum(-(-ends // context), total + 1)  # starts before the end of each document
+        reached = np.minimum(
+            -(-ends // context), total + 1
+        )  # number of samples that start before the end of each document
         previous = np.concatenate(([done], reached[:-1]))
         holders = np.flatnonzero(reached > previous)
         place = np.repeat(holders, reached[holders] - previous[holders])

@@ -19,8 +19,8 @@ from hpclm.data.samples import BlendedSamples, BlockSamples, DocumentSamples, Pa
 from hpclm.data.sources import Samples
 
 WORTH_KEEPING = 1 << 20  # entries of an index; a smaller index is built faster than files are written
-MANY_PASSES = 100  # passes over a split up to which its index may have any size
-LARGE_INDEX = 256 << 20  # maximum bytes of an index for more passes
+MANY_PASSES = 100  # the size of an index is not limited for up to this many passes over a split
+LARGE_INDEX = 256 << 20  # maximum bytes of an index for more than MANY_PASSES passes
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class DatasetSlice:
         sequences = self._sequences
 
         def build() -> index_cache.Arrays:
-            self.dataset.check_once()  # completely; opening a large dataset only checks its ends
+            self.dataset.check_once()  # checks the whole index; opening a large dataset only checks its ends
             return vars(build_index(sequences.sizes, sequences.span, wanted))
 
         often = -(-(requested or 1) // max(1, self.per_epoch))

@@ -1,4 +1,4 @@
-"""Checks that known numbers arrive unchanged: over every process group, and as matrices of an optimizer."""
+"""Checks that known numbers arrive unchanged: in collectives over every process group, and in the exchange of an optimizer's matrices."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from hpclm.parallel.collectives import all_gather, all_reduce, finish, start_sca
 from hpclm.parallel.mesh import Axis, Compute
 
 SENT = 1 << 18  # numbers in each message
-WHOLE = 251  # sums of whole numbers below this are exact in every type
+WHOLE = 251  # bf16, the coarsest type, holds whole numbers up to 256 exactly
 TYPES = (torch.bfloat16, torch.float32)
 """Types of matrices that optimizers exchange."""
 

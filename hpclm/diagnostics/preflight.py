@@ -155,7 +155,7 @@ def refusal(problems: Sequence[str], bad: Sequence[str], out: Path, kept: bool) 
     lines = [f"preflight: {problem}" for problem in problems]
     if bad:
         lines.append(
-            f"{'bad node' if len(bad) == 1 else 'bad nodes'}: {', '.join(bad)}; start again without: "
+            f"{'bad node' if len(bad) == 1 else 'bad nodes'}: {', '.join(bad)}; start again without {'it' if len(bad) == 1 else 'them'}: "
             f"hpclm resume {files.typed(out)} --exclude-bad {files.typed(out)}"
         )
     last = "set cluster.preflight=false to skip these checks"

@@ -145,7 +145,8 @@ def use_interface(chosen: str | None, outward: str | None, env: MutableMapping[s
 def record_collectives(logs: Path, env: MutableMapping[str, str] = os.environ) -> None:
     """Switch NCCL's flight recorder on, unless the user chose otherwise.
 
-    If a collective times out, PyTorch writes the last ones of each process to ``logs``; by default to a predictable name in /tmp.
+    If a collective times out, PyTorch writes the last collectives of each process to ``logs``. Its default, a predictable name in /tmp, is
+    unsafe.
     """
     # TORCH_NCCL_ASYNC_ERROR_HANDLING keeps its default, 3: PyTorch's watchdog reports an NCCL error, sleeps for four times
     # TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC (60 s; ProcessGroupNCCL.cpp, Watchdog::runLoop) and aborts the process. By then

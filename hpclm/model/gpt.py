@@ -72,7 +72,7 @@ class Block(nn.Module):
         layer: Layer | None = None,
         axes: ExpertAxes = ExpertAxes(),  # noqa: B008
     ):
-        """``layer``: None: the first of ``config``. ``axes``: of the MLP's experts."""
+        """``layer``: the block to build; None: the first one of ``config``. ``axes``: the mesh axes of the MLP's experts."""
         super().__init__()
         layer = layer or config.blocks[0]
         table = weights.block(config, layer, axes.split, axes.ep.size)
@@ -170,7 +170,8 @@ def _without_context(module: nn.Module, x: Tensor, _: LayerContext) -> Any:
 
 
 def check_blocks(specs: Sequence[LayerSpec]) -> None:
-    """ConfigError if user-defined blocks are unsuitable. Builds two of them; a pipeline stage alone may build only one."""
+    """ConfigError if user-defined blocks are unsuitable. Builds two blocks, because a weight that two blocks share is noticed
+    only then, and a pipeline stage may have a single block."""
     for spec in specs:
         if spec.name in ("block0", "block1"):
             spec.build()

@@ -57,7 +57,7 @@ def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
     """The weights of a new block that some engine could not train."""
     names: dict[nn.Parameter, str] = {}
     for path, weight in block.named_parameters(name, remove_duplicate=False):
-        # set below on the weights of other blocks of this process
+        # hpclm_name is set below; a weight that has it belongs to an earlier block of this process too
         other = names.get(weight) or vars(weight).get("hpclm_name")
         if other:
             yield f"{other} and {path} are the same weight; the constructor of model.block must create every weight, under one name"
@@ -98,7 +98,7 @@ def use_every_weight(layer: nn.Module) -> None:
         x, *others = arguments
         if not torch.is_grad_enabled():
             return None
-        # applied to the input: the last node of the block's backward pass, it completes all gradients
+        # applied to the input, and so the last node of the block's backward pass: when it has run, all gradients are complete
         return _EveryWeight.apply(x, *module.parameters()), *others
 
     if is_own(layer):

@@ -56,7 +56,8 @@ class OptimizerTrial:
     weights_depend: str | None
     """How the update of a weight changes if another process has the other weights; None if it does not."""
     lost: str | None = None
-    """Information that a resumed run would lack: with only the state and the numbers of the parameter groups, updates differ."""
+    """The attributes that a resumed run would lack; None if its updates do not differ. A checkpoint has only the state and the numbers of
+    the parameter groups."""
 
     def scalars(self, name: str, shape: Shape) -> Mapping[str, Any]:
         """Examples of the numbers kept of a weight."""
@@ -163,7 +164,7 @@ def measure(maker: UserOptimizerMaker, optim: OptimConfig, names: Sequence[str] 
         resumed = _trained(maker, optim, dict.fromkeys(names, _all), device, resumes=True)
         lost = None
         if not _same(whole, resumed):
-            lost = resumed.lost or "more than that"
+            lost = resumed.lost or "values"
     return OptimizerTrial(whole.kept, whole.begun[VECTOR], tuple(whole.numbers), differ, depend, lost)
 
 
@@ -183,7 +184,7 @@ def _differences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, 
 
 
 def _dependences(maker: UserOptimizerMaker, optim: OptimConfig, whole: Trained, device: torch.device) -> Iterator[str]:
-    """Changes of updates if processes have other weights."""
+    """How the updates of weights change if a process has only some of the weights."""
     for names in ([MATRIX], [name for name in whole.moved if name != MATRIX]):
         yield from _compared(maker, optim, whole, dict.fromkeys(names, _all), device, "a weight without the others")
 
@@ -208,7 +209,7 @@ def _compared(
         limit = RELATIVE * float(wanted.abs().max()) + ROUNDING * float(_values(name, device).abs().max())
         difference = float((part.moved[name] - wanted).abs().max())
         if not difference <= limit:
-            yield f"the update of {what} differs by up to {difference / float(wanted.abs().max() or 1.0):.0%} from that of the whole"
+            yield f"the update of {what} differs by up to {difference / float(wanted.abs().max() or 1.0):.0%} from the update in a single process"
         for key, value in whole.kept[name].items():
             if _is_number(value) and not _close(value, part.kept[name].get(key)):
                 yield f"it keeps a different {key!r} of {what}"
@@ -371,7 +372,7 @@ def _close(value: Any, other: Any) -> bool:
 
 
 def _lengths(kept: Shape, whole: Shape, shape: Shape) -> tuple[int, ...] | None:
-    """``kept``, the shape of state for a weight of shape ``whole``, for a weight of another ``shape``; None if ambiguous."""
+    """The shape of a state tensor for a weight of shape ``shape``, given its shape ``kept`` for a weight of shape ``whole``. None if ambiguous."""
     if len(whole) != len(shape):
         return None
     lengths = {1: 1, **dict(zip(whole, shape, strict=True))}

@@ -1,4 +1,4 @@
-"""Cost, for a GPU of a stage, of an optimizer that updates whole matrices or keeps state not divided like the weights.
+"""What an optimizer costs a GPU of a stage if it updates whole matrices, or keeps state that is not divided like the weights.
 
 The optimizer's row in OPTIMIZERS gives the cost per matrix. hpclm.engine.matrix_exchange divides the matrices: in a round, each of the
 data x tensor processes of a stage works on one matrix. A x B is a matrix, with A the smaller of its sides.
@@ -16,7 +16,7 @@ from hpclm.planning import optimizer
 from hpclm.planning.layout import Layout, Stage, ends
 
 Matrix = tuple[str, Weight]
-"""The name of a weight, and the weight; of a stack of experts' weights, only one of them counts."""
+"""The name of a weight, and the weight. A stack of experts' weights stands for the weight of one expert."""
 UPDATING = 14
 """Bytes per value of a weight for its gradient, momentum and update, in fp32, and for the update in the type that is sent."""
 
@@ -55,7 +55,7 @@ def _of_blocks(model: ModelConfig, stage: Stage, stacked: bool) -> Iterator[Matr
 
 
 def shape(weight: Weight) -> tuple[int, ...]:
-    """The shape of a matrix; of a stack of experts' weights, that of a stack of one."""
+    """The shape of a matrix; for a stack of experts' weights, the shape of a stack with one expert."""
     return (1, *weight.shape[-2:]) if weight.stack else weight.shape
 
 
@@ -83,7 +83,7 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
 
 
 def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int) -> ExchangeCost:
-    """The cost of these weights for a GPU. ``layout``: for these weights."""
+    """The cost of the weights ``every`` for a GPU. ``layout``: the layout of these weights."""
     kind = optimizer.kind(optim)
     state = {name: kind.state(name, shape(weight), optim) for name, weight in dict(every).items()}
     everywhere = sum(_bytes(tensors_held(state[name], "everywhere").values()) for name, _ in every)

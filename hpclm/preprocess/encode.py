@@ -66,7 +66,7 @@ class Column(NamedTuple):
     empty: int = 0
     """Number of documents without tokens, kept or not."""
     inner: int = 0
-    """Number of end-of-document tokens in the text itself, if one is appended."""
+    """Number of end-of-document tokens inside the texts; 0 if none is appended to documents."""
     cut: int = 0
     """Number of conversations that were cut."""
     dropped: int = 0
@@ -231,7 +231,7 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
 
 
 def _inner_ends(ids: NDArray, job: EncodeJob) -> int:
-    """Number of end-of-document tokens in the text itself, if one is appended."""
+    """Number of end-of-document tokens inside the texts; 0 if none is appended to documents."""
     return int(np.count_nonzero(ids == tokenizer_of(job).eod)) if job.append_eod else 0
 
 

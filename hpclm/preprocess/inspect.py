@@ -19,7 +19,7 @@ from hpclm.preprocess.verify import check_index
 
 SHOWN = 300  # characters shown of a document
 READ = 4 * SHOWN  # tokens decoded for these characters, which have at most 4 bytes of UTF-8 each
-DOCUMENTS_PER_READ = 1 << 18  # number of documents to read the lengths of at a time
+DOCUMENTS_PER_READ = 1 << 18  # number of documents with lengths read at a time
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 

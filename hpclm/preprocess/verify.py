@@ -144,7 +144,7 @@ def _check_tokens(
         expected = "at least 0" if size is None else f"0 to {size - 1}"
         problems.append(
             f"{dataset.bin_path}: token {token} at {whereabouts(dataset, place)} is not in the vocabulary, {expected}; "
-            f"{count} of {dataset.token_count} tokens are not: the dataset is corrupt, or belongs to another tokenizer"
+            f"{count} of {dataset.token_count} tokens are outside it. The dataset is corrupt, or belongs to another tokenizer"
         )
     content = reader.content
     if problems or content is None:

@@ -19,7 +19,7 @@ WIDE = (7.2, 3.8)  # inches of an image that spans the page
 
 
 def images(runs: Runs) -> dict[str, "Figure"]:
-    """All images with numbers, by name."""
+    """All charts as images, by name, without charts that have no data."""
     several = len(runs) > 1
     with styled("images", "".join(runs) if several else ""):
         drawn = {chart.place: curves(chart, chart.title) for chart in charts(runs)}

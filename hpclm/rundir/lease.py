@@ -117,7 +117,9 @@ class Lease:
             free = _try_lock(file, self.path) and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
             last = self._last_holder()
             same_job = self._me["job"] and last.get("job") == self._me["job"]
-            given_up = same_job and (last.get("start") or 0) < self._me["start"]  # it was requeued since
+            given_up = (
+                same_job and (last.get("start") or 0) < self._me["start"]
+            )  # the job was requeued after that attempt
             if not free and not given_up:
                 raise in_use(self.path.parent, last)
             if not free:
@@ -205,7 +207,7 @@ class Lease:
         except OSError as error:
             file.close()
             new.unlink(missing_ok=True)
-            raise HpclmError(f"{self.path} cannot be written: {error.strerror}; free the disk") from error
+            raise HpclmError(f"{self.path} cannot be written: {error.strerror}; free space on the disk") from error
         self._file = file
         files.sync(self.path.parent)
 

@@ -78,7 +78,7 @@ def test_a_run_directory_that_is_not_shared_is_refused(nodes, bad, tmp_path):
     found = report(tmp_path)
     assert found["bad"] == bad and not found["ok"]
     assert (
-        f"bad node: {last}; start again without: hpclm resume {tmp_path} --exclude-bad {tmp_path}" in results[0][0]
+        f"bad node: {last}; start again without it: hpclm resume {tmp_path} --exclude-bad {tmp_path}" in results[0][0]
     ) == bool(bad)
     assert f"library versions of each process, and the measurements, are in {tmp_path}/events.jsonl" in results[0][0]
     assert all({"host", "device", "torch", "python"} <= row.keys() for row in found["ranks"])
@@ -139,8 +139,8 @@ def test_what_does_not_stop_a_run_is_logged_and_kept_as_a_warning(tmp_path, monk
 
 @pytest.mark.parametrize("bad, kept, lines", [
     ([], False, ["set cluster.preflight=false to skip these checks"]),
-    (["a"], False, ["bad node: a; start again without: hpclm resume /r --exclude-bad /r", "set cluster.preflight=false"]),
-    (["a", "b"], True, ["bad nodes: a, b; start again without: hpclm resume /r", "the host, device and library"]),
+    (["a"], False, ["bad node: a; start again without it: hpclm resume /r --exclude-bad /r", "set cluster.preflight=false"]),
+    (["a", "b"], True, ["bad nodes: a, b; start again without them: hpclm resume /r", "the host, device and library"]),
 ])  # fmt: skip
 def test_a_refusal_says_which_nodes_to_leave_out(bad, kept, lines):
     first, *rest = refusal(["x is wrong"], bad, Path("/r"), kept).splitlines()

@@ -228,7 +228,7 @@ class CheckpointStore:
                     "%s cannot be synced: %s; a power failure could lose its last lines", error.filename, error.strerror
                 )
             if self.lease:
-                self.lease.check()  # an attempt that takes over later removes staging directories, so it cannot interfere
+                self.lease.check()  # if another attempt takes over later, it removes the staging directory, so publishing fails
             directory.publish(pending.staging_dir, pending.final)
         except OSError as error:
             directory.discard([pending.staging_dir])

@@ -30,7 +30,7 @@ class AttentionConfig(Section, key="model.attention"):
         "window, full] in OLMo 3.",
     )
     window: int | None = setting(
-        None, "Tokens that a window layer attends to, itself included.", at_least=1, unit="tokens"
+        None, "Tokens that a token attends to in layers with a window, itself included.", at_least=1, unit="tokens"
     )
     qkv_bias: bool | None = setting(None, "Biases of queries, keys and values; null: as model.bias.")
     out_bias: bool | None = setting(None, "Bias of attention's output; null: as model.bias.")

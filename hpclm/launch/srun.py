@@ -16,7 +16,8 @@ WAIT = "SLURM_WAIT"
 
 
 def run(launch: Launch) -> int:
-    """Train in the current Slurm allocation; returns the exit code. ConfigError outside an allocation. srun refuses a small one."""
+    """Train in the current Slurm allocation; returns the exit code. ConfigError outside an allocation. srun refuses an
+    allocation that is too small."""
     env = environment.inherited()
     job = launch.config.job
     allocation = env.get(slurm.JOB)

@@ -13,7 +13,7 @@ from hpclm.node.process_state import change
 from hpclm.parallel.mesh import Axis
 
 log = logging.getLogger(__name__)
-VARIANTS = 64  # of one function: shapes of micro-batches, training and evaluation; PyTorch's default limit is 8
+VARIANTS = 64  # graphs per function, for shapes of micro-batches, training and evaluation; PyTorch's default is 8
 ELSEWHERE = "another rank that computes the same layers cannot compile them"
 
 

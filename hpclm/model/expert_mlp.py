@@ -125,7 +125,7 @@ class Experts(TensorParallelModule):
         y = multiply(x, up, ends)
         if up_bias is not None:
             y = y + repeated(up_bias, counts, len(x))
-        # scales the inner rows: the factors' gradient needs these, which are saved anyway, instead of the results
+        # the factors scale the inner rows, which are saved anyway, so their gradient does not need the results
         y = multiply(activated(y, self.kind, self.activation), down, ends, factors[:, None])
         if down_bias is not None:
             y = y + repeated(down_bias, counts, len(x)) * factors[:, None]

@@ -58,7 +58,9 @@ class OptimConfig(Section, key="optim"):
         5, "Muon's Newton-Schulz iterations.", at_least=1, only_with=optimizers_with("newton_schulz_steps")
     )
     newton_schulz_type: Literal["bf16", "fp32"] = setting(
-        "bf16", "Type of these iterations and of the matrices sent.", only_with=optimizers_with("newton_schulz_type")
+        "bf16",
+        "Type of Muon's Newton-Schulz iterations, and of the matrices that ranks exchange for them.",
+        only_with=optimizers_with("newton_schulz_type"),
     )
     adjust: Literal["match_rms_adamw", "original"] = setting(
         "match_rms_adamw",

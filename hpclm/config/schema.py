@@ -76,7 +76,7 @@ class BatchConfig(Section, key="batch"):
 
 @dataclass(frozen=True)
 class BudgetConfig(Section, key="budget"):
-    """How long to train: until the first limit. A length on the command line replaces all lengths of the file or run. Samples that were read with other batch sizes before a resume count."""
+    """How long to train: until the first limit. A length on the command line replaces all lengths of the file or run. After a resume, samples that were read with other batch sizes count too."""
 
     steps: int | None = setting(None, "Optimizer steps.", at_least=1)
     samples: int | None = setting(None, "Samples; an incomplete last batch is dropped.", at_least=1)
@@ -121,8 +121,8 @@ class CheckpointConfig(Section, key="checkpoint"):
     )
     keep_last: int = setting(
         3,
-        "How many healthy periodic checkpoints to keep; the two newest are always kept, and the last one saved on "
-        "exit until the next periodic one.",
+        "How many healthy periodic checkpoints to keep; the two newest are always kept. A checkpoint saved on exit "
+        "is kept until the next periodic one.",
         at_least=2,
         warn_without=SAVES,
     )

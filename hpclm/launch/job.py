@@ -34,13 +34,13 @@ from hpclm.rundir import events
 
 MAX_STARTS = 3  # starts in a row that may end before training begins
 PATIENCE = 600.0  # seconds for the scheduler to answer
-EARLY = 90.0  # seconds that Slurm's warning before the time limit may come too early
+EARLY = 90.0  # seconds: Slurm's warning before the time limit may come this much too early
 PAUSE = 10.0  # seconds between two questions
 OF_JOB = re.compile(r"\s*job\s*[.=]")
 HONOURED = re.compile(r"\s*job[.](notify|warn_seconds)\b")
 """The settings in the section job that ranks use."""
 OF_SUBMISSION = (slurm.CLUSTERS, slurm.TOKEN)
-"""Variables of the machine that submits. In a job, Slurm's commands ask the job's cluster, as the user of the node."""
+"""Variables of the machine that submits, removed in a job. Slurm's commands then ask the job's own cluster, as the user of this process."""
 
 
 def main(argv: list[str]) -> int:

@@ -91,9 +91,9 @@ def _check_without_ranks(settings: RunConfig, world: World) -> None:
         raise
     try:
         network.check_interface(settings.cluster.interface)
-    except ConfigError as error:  # this machine lacks it
+    except ConfigError as error:  # this machine lacks the interface
         if world.size == 1:
-            logging.getLogger(__name__).warning("%s; one process needs none", error)
+            logging.getLogger(__name__).warning("%s; ignored, because a single process needs no interface", error)
         elif world.local_rank:
             raise SystemExit(error.exit_code) from None
         else:
@@ -152,7 +152,8 @@ def train(start: "RunStart", world: World, job: OwnJob) -> int:
 def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: bool = False) -> None:
     """Train in the calling process, for notebooks and scripts. The same settings continue the run.
 
-    ``quiet``: print only warnings. Interrupted after a signal, such as a notebook's, once the run has saved; else HpclmError.
+    ``quiet``: print only warnings. Raises Interrupted after a signal, such as a notebook's, once the run has saved;
+    HpclmError for any other failure.
     """
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:

@@ -180,11 +180,13 @@ class Stack(nn.Module):
     def _run(
         self, specs: list[LayerSpec], x: Any, layouts: dict[Layer, LayerContext], keys: list[Tensor] | None
     ) -> ModelOutput:
-        """Run ``x`` through consecutive layers. ``layouts``: of each block; ``keys``: see LayerSeeds.keys()."""
+        """Run ``x`` through consecutive layers. ``layouts``: the context of each kind of block; ``keys``: see LayerSeeds.keys()."""
         scalars: dict[str, Tensor] = {}
         for spec in specs:
             given = layouts[spec.layer or self.first]
-            reports = Reports()  # of this layer, which may be compiled: never filled before it runs
+            reports = (
+                Reports()
+            )  # new for each layer, so that it is empty when the layer runs: compiled code depends on its content
             if self.training and given.weights is not None:
                 given = given._replace(reports=reports)
             if self.training:

@@ -121,7 +121,9 @@ def read_conversation(line: bytes) -> list[Message]:
         return []
     forms = [key for key in FORMS if key in record]
     if len(forms) != 1:
-        raise UnreadableLineError("no messages", f" has no one key of {[*FORMS]}; it has {sorted(record)}; {CONVERT}")
+        raise UnreadableLineError(
+            "no messages", f" must have exactly one of the keys {[*FORMS]}; it has {sorted(record)}; {CONVERT}"
+        )
     for key in CHANGE_TEXT:
         if record.get(key):
             raise UnreadableLineError("tools", f" has {key!r}, which hpclm does not render; {CONVERT}")
@@ -182,11 +184,11 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
         asked = _render(messages[:number], chat, prompt=True)[0]
         answered = _render(messages[: number + 1], chat)[0]
         if not (answered.startswith(asked) and text.startswith(answered)):
-            when = "asks for it" if text.startswith(answered) else "continues after it"
+            when = "asks for" if text.startswith(answered) else "continues after"
             raise UnreadableLineError(
                 "inconsistent template",
-                f": the chat template writes other text before message {number + 1} ends when it {when}, which hides what "
-                "the assistant writes; give --chat-template FILE, a version with {% generation %} marks",
+                f": when the chat template {when} message {number + 1}, it changes earlier text, so the assistant's text cannot be "
+                "located; give --chat-template FILE, a version with {% generation %} marks",
             )
         bare = answered.rstrip()
         end = max(len(asked), len(bare)) if bare.endswith(ends) else len(answered)
@@ -222,7 +224,9 @@ def _left_out(roles: tuple[str, ...], chat: Chat) -> int | None:
     try:
         text = _render(messages, chat)[0]
         end = 0
-    except UnreadableLineError:  # only for this text; rendering the conversation itself will show
+    except (
+        UnreadableLineError
+    ):  # the template may refuse only these made-up texts; rendering the real conversation will tell
         return None
     for number, message in enumerate(messages):
         begin = text.find(message["content"], end)

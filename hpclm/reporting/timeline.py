@@ -55,7 +55,7 @@ def kinds(histories: Collection[History]) -> dict[str, str]:
 
 
 def unit(seconds: float) -> tuple[str, int]:
-    """The unit of an axis of this length, and its seconds: the largest with more than three."""
+    """The unit of an axis of this length, and the seconds in it: the largest unit that fits more than three times."""
     fitting = (entry for entry in UNITS.items() if seconds > 3 * entry[1])
     return next(fitting, ("seconds", 1))
 

@@ -131,7 +131,7 @@ OTHER_PROMPT = PLAIN["chatml"].replace("assistant\n' }}{% endif", "model\n' }}{%
 BAD = {
     "no JSON": ("{", None, "is not JSON"),
     "a list": ("[]", None, "holds a JSON list, not an object with the key 'messages'"),
-    "no messages": ('{"text": "a"}', None, "has no one key of"),
+    "no messages": ('{"text": "a"}', None, "must have exactly one of the keys"),
     "empty": ('{"messages": []}', None, "is empty: 'messages' must be a list of messages"),
     "no role": ('{"messages": [{"content": "a"}]}', None, "message 1 must be an object with 'role' and 'content'"),
     "an unknown role": (
@@ -151,8 +151,16 @@ BAD = {
         FORGETS,
         "leaves out or changes the system message",
     ),
-    "changed turns": (line(said("a", "b", "c", "d")), LAST_ONLY, "message 2 ends when it continues after it"),
-    "another prompt": (line(said("a", "b")), OTHER_PROMPT, "message 2 ends when it asks for it"),
+    "changed turns": (
+        line(said("a", "b", "c", "d")),
+        LAST_ONLY,
+        "when the chat template continues after message 2, it changes earlier text",
+    ),
+    "another prompt": (
+        line(said("a", "b")),
+        OTHER_PROMPT,
+        "when the chat template asks for message 2, it changes earlier text",
+    ),
     "changed text": (line(said("a", "b")), SHOUTS, "leaves out or changes message 1, of the user"),
     "no template": (line(said("a", "b")), "{{ nothing.here }}", "refuses it: 'nothing' is undefined"),
     "no marks": (line(said("a", "b")), "{% generation %}{% endgeneration %}", "marks nothing"),

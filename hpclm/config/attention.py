@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from hpclm.config.latent import MAX_WIDTH, LatentConfig
 from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
 
 LAYER_KINDS = {"full": (False, True), "window": (True, True), "nope": (False, False), "window_nope": (True, False)}
 """Names in model.attention.pattern -> whether such a layer has a window, and whether it has positions."""
-MAX_WIDTH = 1 << 24
-"""The limit stops a mistyped number from building layers for hours, and keeps products of sizes within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class AttentionConfig(Section, key="model.attention"):
     score_cap: float | None = setting(None, "Scores become cap x tanh(score / cap) (Gemma 2).", more_than=0)
     sinks: bool = setting(False, "A learned logit per head in the softmax of the scores (gpt-oss).")
     dropout: float = setting(0.0, "Dropout of attention weights.", at_least=0, less_than=1)
+    latent: LatentConfig = LatentConfig()
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -71,6 +71,17 @@ class AttentionConfig(Section, key="model.attention"):
             lambda attention: attention.dropout and (attention.score_cap or attention.sinks),
             "{model.attention.dropout} is not supported with model.attention.score_cap or model.attention.sinks",
         ),
+        Rule(
+            lambda attention: attention.latent.kv_rank and attention.without_latent,
+            lambda attention: (
+                f"model.attention.latent.kv_rank={attention.latent.kv_rank} does not support "
+                f"{' and '.join(f'model.attention.{name}' for name in attention.without_latent)}"
+            ),
+        ),
+        Rule(
+            lambda attention: attention.latent.kv_rank and attention.latent.rope_dim % 2,
+            "{model.attention.latent.rope_dim} must be even: rotary positions turn pairs of features",
+        ),
     )
 
     def kind(self, layer: int) -> str:
@@ -81,6 +92,11 @@ class AttentionConfig(Section, key="model.attention"):
     def groups(self) -> int:
         """Number of key/value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def without_latent(self) -> list[str]:
+        """The settings in use that latent attention does not have."""
+        return [name for name in ("kv_heads", "qk_norm", "sinks") if getattr(self, name)]
 
     @property
     def has_known_kinds(self) -> bool:

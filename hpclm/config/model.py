@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from hpclm.config.attention import LAYER_KINDS, MAX_WIDTH, AttentionConfig
+from hpclm.config.attention import LAYER_KINDS, AttentionConfig
 from hpclm.config.checks import typed
 from hpclm.config.experts import ExpertsConfig
+from hpclm.config.latent import MAX_WIDTH
 from hpclm.config.layer import DenseMLP, Layer
 from hpclm.config.rope import RopeConfig, scaling_problems
 from hpclm.config.section import Rule, Section
@@ -99,6 +100,10 @@ class ModelConfig(Section, key="model"):
                 and not (model.attention.qk_norm and model.norm == "rmsnorm")
             ),
             "model.attention.qk_norm_span=projection needs model.attention.qk_norm=true and model.norm=rmsnorm",
+        ),
+        Rule(
+            lambda model: model.attention.latent.kv_rank and model.rope.fraction != 1,
+            "{model.rope.fraction} has no effect with {model.attention.latent.kv_rank}: model.attention.latent.rope_dim features are rotated",
         ),
         Rule(
             lambda model: model.experts.count and model.block != "gpt",
@@ -202,14 +207,25 @@ class ModelConfig(Section, key="model"):
         return self.experts.ffn or self.ffn_width
 
     @property
-    def head_width(self) -> int:
-        """Width of one head."""
+    def head_dim(self) -> int:
+        """Width of one head; in latent attention, of its queries and keys without positions."""
         return self.attention.head_dim or self.hidden // self.attention.heads
 
     @property
+    def head_width(self) -> int:
+        """Width of the queries and keys of one head."""
+        latent = self.attention.latent
+        return self.head_dim + latent.rope_dim if latent.kv_rank else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values of one head."""
+        return self.attention.latent.value_dim or self.head_dim
+
+    @property
     def attention_width(self) -> int:
-        """Width of all query heads together."""
-        return self.attention.heads * self.head_width
+        """Width of the outputs of all heads together."""
+        return self.attention.heads * self.value_width
 
     @property
     def splits_unevenly(self) -> bool:
@@ -223,8 +239,9 @@ class ModelConfig(Section, key="model"):
 
     @property
     def rotated(self) -> int:
-        """Number of features per head that rotary positions rotate."""
-        return int(self.head_width * self.rope.fraction)
+        """Features of a head that rotary positions turn."""
+        latent = self.attention.latent
+        return latent.rope_dim if latent.kv_rank else int(self.head_width * self.rope.fraction)
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:

@@ -21,7 +21,7 @@ from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.model import BLOCKS
 from hpclm.model.expert_mlp import Experts
 from hpclm.model.init import TensorParallelModule
-from hpclm.model.layers import ColumnLinear, Norm, RowLinear, VocabParallelEmbedding
+from hpclm.model.layers import ColumnLinear, Norm, RowLinear, VocabParallelEmbedding, WholeLinear
 from hpclm.model.stack import Stack
 
 
@@ -44,7 +44,7 @@ class ComputeCopies:
             if isinstance(module, VocabParallelEmbedding) and not in_place:
                 module.rows = module.weight.detach().to(model.dtype)
                 self.tables.append(module)
-            elif isinstance(module, ColumnLinear | RowLinear | Norm | VocabParallelEmbedding | Experts):
+            elif isinstance(module, ColumnLinear | RowLinear | WholeLinear | Norm | VocabParallelEmbedding | Experts):
                 for name, weight in _castable(module):
                     copy = nn.Parameter(weight.detach().to(model.dtype))
                     setattr(module, name, copy)

@@ -31,7 +31,7 @@ class KeyValueCache:
         self.room = max(room, longest)
         self.used = 0
         self._first = 0
-        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[nn.Module, tuple[Tensor, ...]] = {}
         self._slots = torch.arange(self.room, device=device)
         self._pads: Tensor | None = None  # [B, 1]
         if min(lengths) < longest:
@@ -73,18 +73,32 @@ class KeyValueCache:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these sequences of the batch."""
         index = torch.tensor(rows, device=self._slots.device)
-        self._kept = {layer: (k[index], v[index]) for layer, (k, v) in self._kept.items()}
-        if self._pads is not None:
-            self._pads = self._pads[index]
-        self._missing = [self._missing[row] for row in rows]
-        self._scaled_for = [self._scaled_for[row] for row in rows]
+        self._kept = {layer: tuple(x[index] for x in kept) for layer, kept in self._kept.items()}
+        self._pads = None if self._pads is None else self._pads[index]
+        self._missing, self._scaled_for = (
+            [values[row] for row in rows] for values in (self._missing, self._scaled_for)
+        )
 
     def attend(
         self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN
     ) -> Tensor:
         """Queries, keys and values of the new tokens, [T, B, H or G, D] -> [T, B, H x D]; they attend to all earlier tokens."""
-        q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
+        k, v = (z.permute(1, 2, 0, 3) for z in (k, v))
         k, v = self._stored(layer, k, v)
+        return self._attended(q.permute(1, 2, 0, 3), k, v, mask, how)
+
+    def extended(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Store the vectors [T, B, D] of the new tokens of ``layer``; returns those of all tokens, [S, B, D]."""
+        [kept] = self._stored(layer, x.transpose(0, 1)[:, None])
+        return kept[:, 0].transpose(0, 1)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN) -> Tensor:
+        """[T, B, H, D] queries of the new tokens, [S, B, H, D] keys and values of all -> [T, B, H x D]."""
+        q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
+        return self._attended(q, k, v, mask, how)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
+        """[B, H or G, T or S, D] -> [T, B, H x D]."""
         if q.shape[2] > 1 or not how.plain:
             if mask is None and not how.plain and q.shape[2] > 1:
                 mask = self._slots[: self.used] <= self._slots[self._first : self.used, None]
@@ -121,16 +135,15 @@ class KeyValueCache:
             self._rotary[rope, length] = cos[:, 0].to(self.dtype), sin[:, 0].to(self.dtype)
         return self._rotary[rope, length]
 
-    def _stored(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, G, T, D] keys and values; returns all stored ones, [B, G, S, D]."""
+    def _stored(self, layer: nn.Module, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store [B, G, T, D] tensors of the new tokens, such as keys and values; returns those of all tokens, [B, G, S, D]."""
         if layer not in self._kept:
-            shape = (*k.shape[:2], self.room, k.shape[3])
             # all slots at once: growing by concatenation would copy everything for every token
-            self._kept[layer] = k.new_empty(shape), v.new_empty(shape)
-        keys, values = self._kept[layer]
-        keys[:, :, self._first : self.used] = k
-        values[:, :, self._first : self.used] = v
-        return keys[:, :, : self.used], values[:, :, : self.used]
+            self._kept[layer] = tuple(x.new_empty(*x.shape[:2], self.room, x.shape[3]) for x in new)
+        kept = self._kept[layer]
+        for slots, x in zip(kept, new, strict=True):
+            slots[:, :, self._first : self.used] = x
+        return tuple(slots[:, :, : self.used] for slots in kept)
 
     def _mask(self, window: int | None) -> Tensor | None:
         """[B or 1, 1 or H, T, S] for the new tokens: True where attention is allowed, or values to add to the scores.

@@ -18,6 +18,14 @@ class Cache(Protocol):
         """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
         ...
 
+    def extended(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Store the vectors [T, B, D] of the new tokens of ``layer``; returns those of all tokens, [S, B, D]."""
+        ...
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
+        """[T, B, H, D] queries of the new tokens, [S, B, H, D] keys and values of all -> [T, B, H x D]."""
+        ...
+
 
 class LayerContext(NamedTuple):
     """Positions and masks of a micro-batch, computed once for each kind of layer."""

@@ -18,6 +18,7 @@ from hpclm.config import EngineConfig, ModelConfig
 from hpclm.config.layer import DenseMLP, Layer
 from hpclm.config.model import BLOCKS
 from hpclm.model import head, own_block, weights
+from hpclm.model.attention.latent import LatentAttention
 from hpclm.model.attention.layer import Attention
 from hpclm.model.context import LayerContext
 from hpclm.model.dropout import dropout
@@ -84,7 +85,8 @@ class Block(nn.Module):
             return Norm(config, table.parts[name], tp) if name in table.parts else None
 
         self.norm1 = norm("norm1")
-        self.attention = Attention(config, layer.mixer, table.parts["attention"], recompute_core, generator, tp)
+        mixer = LatentAttention if layer.mixer.latent.kv_rank else Attention
+        self.attention = mixer(config, layer.mixer, table.parts["attention"], recompute_core, generator, tp)
         self.post_norm1 = norm("post_norm1")
         self.norm2 = norm("norm2")
         self.mlp: MLP | ExpertMLP

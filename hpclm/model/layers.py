@@ -69,6 +69,22 @@ class ColumnLinear(TensorParallelModule):
         return gathered_linear(x, self.weight.to(x.dtype), bias, self.tp, self.main_grads.get("weight"), self.fp8)
 
 
+class WholeLinear(TensorParallelModule):
+    """y = x W^T + b on every rank's own slice of the sequence: [t, ..., C] -> [t, ..., width]."""
+
+    def __init__(self, table: Table, generator: torch.Generator, tp: Axis):
+        """``table``: of weights.whole_linear()."""
+        super().__init__(tp)
+        self.weight = self.declared(table, "weight", generator)
+        self.bias = self.optional(table, "bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, ..., C] -> [t, ..., width]."""
+        weight = self.replicated(self.accumulated("weight")).to(x.dtype)
+        bias = None if self.bias is None else self.replicated(self.accumulated("bias")).to(x.dtype)
+        return F.linear(x, weight, bias)
+
+
 class RowLinear(TensorParallelModule):
     """y = x W^T + b with the columns of W split, at the exit of a block's sublayer: [T, ..., width / tp] -> [t, ..., C]."""
 
@@ -99,11 +115,11 @@ class Norm(TensorParallelModule):
     Every rank of ``tp`` holds the whole weight and applies it to its own slice of the activations.
     """
 
-    def __init__(self, config: ModelConfig, table: Table, tp: Axis):
-        """``table``: made by weights.norm()."""
+    def __init__(self, config: ModelConfig, table: Table, tp: Axis, eps: float | None = None):
+        """``table``: of weights.norm(). ``eps``: None: model.norm_eps."""
         super().__init__(tp)
         self.norm, self.biased = NORMS[config.norm]
-        self.eps = config.norm_eps
+        self.eps = config.norm_eps if eps is None else eps
         self.fused = apex.norms().get(self.norm) if config.kernels == "apex" else None
         self.weight = self.declared(table, "weight")
         self.bias = self.optional(table, "bias")

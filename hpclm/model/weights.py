@@ -87,9 +87,11 @@ def _with_bias(weight: Weight, bias: Weight | None) -> Table:
     return Table({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
 
 
-def column_linear(config: ModelConfig, width: int, bias: bool, fused: Fused | None = None) -> Table:
-    """C -> ``width``; tensor parallelism splits the rows."""
-    weight = Weight(Placement((width, config.hidden), 0, fused), std=config.init_std)
+def column_linear(
+    config: ModelConfig, width: int, bias: bool, fused: Fused | None = None, inputs: int | None = None
+) -> Table:
+    """C, or ``inputs``, -> ``width``; tensor parallelism splits the rows."""
+    weight = Weight(Placement((width, inputs or config.hidden), 0, fused), std=config.init_std)
     return _with_bias(weight, Weight(Placement((width,), 0, fused)) if bias else None)
 
 
@@ -106,6 +108,13 @@ def residual_std(config: ModelConfig) -> float:
     variance of the stream independent of the depth (Radford et al. 2019).
     """
     return config.init_std / (2 * config.layers) ** 0.5
+
+
+def whole_linear(config: ModelConfig, widths: tuple[int, ...], bias: bool) -> Table:
+    """C -> matrices of these ``widths``, which every rank holds whole."""
+    rows = sum(widths)
+    weight = Weight(Placement((rows, config.hidden), fused=Fused(1, widths)), std=config.init_std)
+    return _with_bias(weight, Weight(Placement((rows,))) if bias else None)
 
 
 def norm(config: ModelConfig, width: int) -> Table:
@@ -130,6 +139,8 @@ def entry(config: ModelConfig) -> Table:
 def attention(config: ModelConfig, mixer: AttentionConfig) -> Table:
     """Attention of a block. For each key/value head, qkv stores its query heads, its key and its value next to each other (Megatron's
     layout), so that a slice of its rows is a complete attention over fewer heads."""
+    if mixer.latent.kv_rank:
+        return latent_attention(config, mixer)
     width = config.head_width
     qkv_bias, out_bias, _ = config.biases
     group = (mixer.heads // mixer.groups * width, width, width)
@@ -143,6 +154,27 @@ def attention(config: ModelConfig, mixer: AttentionConfig) -> Table:
     elif mixer.qk_norm:
         parts |= {"q_norm": norm(config, width), "k_norm": norm(config, width)}
     return Table({"sinks": Weight(Placement((mixer.heads,), 0))} if mixer.sinks else {}, parts)
+
+
+def latent_attention(config: ModelConfig, mixer: AttentionConfig) -> Table:
+    """Latent attention of a block: ``q_a`` and ``kv_a`` lead to narrow vectors, ``q_b`` and ``kv_b`` from there to the heads. ``kv_a`` has
+    the key with positions too, which all heads share. For each head, ``kv_b`` has its key without positions, then its value."""
+    latent = mixer.latent
+    qkv_bias, out_bias, _ = config.biases
+    queries = mixer.heads * config.head_width
+    group = (config.head_dim, config.value_width)
+    parts = {
+        "q_b": column_linear(config, queries, False, inputs=latent.q_rank),
+        "kv_a": whole_linear(config, (latent.kv_rank, latent.rope_dim), qkv_bias),
+        "kv_norm": norm(config, latent.kv_rank),
+        "kv_b": column_linear(
+            config, mixer.heads * sum(group), False, Fused(mixer.heads, group), inputs=latent.kv_rank
+        ),
+        "out": row_linear(config, config.attention_width, out_bias),
+    }
+    if latent.q_rank:
+        parts |= {"q_a": whole_linear(config, (latent.q_rank,), qkv_bias), "q_norm": norm(config, latent.q_rank)}
+    return Table({}, parts)
 
 
 def mlp(config: ModelConfig, width: int) -> Table:

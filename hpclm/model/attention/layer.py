@@ -7,11 +7,10 @@ and values of whole sequences.
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hpclm.config import ModelConfig
 from hpclm.config.attention import AttentionConfig
-from hpclm.model.attention.scores import Scores, attend, largest_scores
+from hpclm.model.attention.scores import Scores, core, largest_scores
 from hpclm.model.context import LayerContext
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.layers import ColumnLinear, Norm, ProjectionNorm, RowLinear
@@ -71,20 +70,5 @@ class Attention(TensorParallelModule):
             self.largest.copy_(torch.maximum(self.largest, now))
         how = self.how._replace(dropout=self.dropout if self.training else 0.0, sinks=self.sinks)
         if context.cache is not None:
-            y = context.cache.attend(self, q, k, v, context.mask, how)
-        elif self.recompute_core and self.training and context.flex is None:  # FlexAttention stores no scores
-            # attention dropout draws from PyTorch's generator: recomputation must restore its state
-            random = bool(self.dropout)
-            y = checkpoint(_core, q, k, v, context, how, use_reentrant=False, preserve_rng_state=random)
-        else:
-            y = _core(q, k, v, context, how)
-        return self.out(y)
-
-
-def _core(q: Tensor, k: Tensor, v: Tensor, context: LayerContext, how: Scores) -> Tensor:
-    """Scores, softmax and weighted values: [T, B, H or G, D] -> [T, B, H x D]."""
-    if context.part is not None:
-        # keys and values in one gather, not two
-        k, v = context.part.whole(torch.cat([k, v], 2)).chunk(2, 2)
-    q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
-    return attend(q, k, v, context, how).permute(2, 0, 1, 3).flatten(2)
+            return self.out(context.cache.attend(self, q, k, v, context.mask, how))
+        return self.out(core(q, k, v, context, how, self.recompute_core and self.training))

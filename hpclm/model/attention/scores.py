@@ -47,6 +47,27 @@ CAUSAL = LayerContext(None, None, None, None)
 """Causal attention to all earlier tokens."""
 
 
+def core(q: Tensor, k: Tensor, v: Tensor, context: LayerContext, how: Scores, again: bool) -> Tensor:
+    """Scores, softmax and weighted values: [T, B, H or G, D] -> [T, B, H x D], of this process's part of each sequence. ``again``: compute
+    them a second time in the backward pass, which then needs no saved scores."""
+    if again and context.flex is None:  # FlexAttention stores no scores
+        # attention dropout draws from PyTorch's generator: recomputation must restore its state
+        random = bool(how.dropout)
+        return checkpoint(_core, q, k, v, context, how, use_reentrant=False, preserve_rng_state=random)
+    return _core(q, k, v, context, how)
+
+
+def _core(q: Tensor, k: Tensor, v: Tensor, context: LayerContext, how: Scores) -> Tensor:
+    if context.part is not None:
+        if k.shape == v.shape:  # one gather, not two
+            k, v = context.part.whole(torch.cat([k, v], 2)).chunk(2, 2)
+        else:
+            k = context.part.whole(k)
+            v = context.part.whole(v)
+    q, k, v = (z.permute(1, 2, 0, 3) for z in (q, k, v))
+    return attend(q, k, v, context, how).permute(2, 0, 1, 3).flatten(2)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, context: LayerContext, how: Scores = PLAIN) -> Tensor:
     """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that ``context`` was prepared for."""
     if context.flex is not None:

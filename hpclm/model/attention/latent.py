@@ -1,0 +1,89 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+
+T tokens in a sequence, t of them on this process between layers, B sequences, C hidden size; H heads on this process. A head's query and
+key have N features without positions and R with rotary positions; its value has V. The key's R features are shared by all heads. K is
+model.attention.latent.kv_rank. With context parallelism, T is the number of tokens in this process's part of each sequence.
+"""
+
+import torch
+from torch import Tensor
+
+from hpclm.config import ModelConfig
+from hpclm.config.attention import AttentionConfig
+from hpclm.model.attention.scores import Scores, core, largest_scores
+from hpclm.model.context import LayerContext
+from hpclm.model.init import TensorParallelModule
+from hpclm.model.layers import ColumnLinear, Norm, RowLinear, WholeLinear
+from hpclm.model.position import rotate
+from hpclm.model.weights import Table
+from hpclm.parallel.collectives import gather
+from hpclm.parallel.mesh import Axis
+
+
+class LatentAttention(TensorParallelModule):
+    """[t, B, C] -> [t, B, C]."""
+
+    largest: Tensor | None = None
+    """[H] fp32: running maximum of each head's scores in training, for QK-clip; None: not measured."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mixer: AttentionConfig,
+        table: Table,
+        recompute_core: bool,
+        generator: torch.Generator,
+        tp: Axis,
+    ):
+        """``table``: of weights.latent_attention()."""
+        super().__init__(tp)
+        latent = mixer.latent
+        self.rank = latent.kv_rank
+        self.sizes = config.head_dim, latent.rope_dim
+        self.width = config.head_width
+        self.value_width = config.value_width
+        self.how = Scores(mixer.score_scale, mixer.score_cap)
+        self.dropout = mixer.dropout
+        self.recompute_core = recompute_core
+        parts = table.parts
+        self.q_a: WholeLinear | None = None
+        self.q_norm: Norm | None = None
+        if latent.q_rank:
+            self.q_a = WholeLinear(parts["q_a"], generator, tp)
+            self.q_norm = Norm(config, parts["q_norm"], tp, latent.norm_eps)
+        self.q_b = ColumnLinear(parts["q_b"], generator, tp)
+        self.kv_a = WholeLinear(parts["kv_a"], generator, tp)
+        self.kv_norm = Norm(config, parts["kv_norm"], tp, latent.norm_eps)
+        self.kv_b = ColumnLinear(parts["kv_b"], generator, tp)
+        self.out = RowLinear(parts["out"], generator, tp)
+
+    def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """[t, B, C] -> [t, B, C]."""
+        narrow = x if self.q_a is None or self.q_norm is None else self.q_norm(self.q_a(x))
+        q = self.q_b(narrow).unflatten(-1, (-1, self.width))  # [T, B, H, N + R]
+        latent, shared = self.kv_a(x).split([self.rank, self.sizes[1]], -1)
+        latent = self.kv_norm(latent)  # [t, B, K]
+        shared = gather(shared, self.tp)[:, :, None]  # [T, B, 1, R]
+        if context.cos is not None and context.sin is not None:
+            plain, turned = q.split(self.sizes, -1)
+            q = torch.cat([plain, rotate(turned, context.cos, context.sin)], -1)
+            shared = rotate(shared, context.cos, context.sin)
+        how = self.how._replace(dropout=self.dropout if self.training else 0.0)
+        if context.cache is not None:
+            kept = torch.cat([latent, shared[:, :, 0]], -1)
+            kept = context.cache.extended(self, kept)  # of earlier tokens too
+            latent, shared = kept[..., : self.rank], kept[..., None, self.rank :]
+            return self.out(context.cache.attended(q, *self._keys_and_values(latent, shared), context.mask, how))
+        k, v = self._keys_and_values(latent, shared)
+        if self.largest is not None and self.training:
+            keys = k if context.part is None else context.part.whole(k.detach())
+            now = largest_scores(q.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), self.how.scale, context)
+            self.largest.copy_(torch.maximum(self.largest, now))
+        again = self.recompute_core and self.training
+        return self.out(core(q, k, v, context, how, again))
+
+    def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """[t, B, K] and [T, B, 1, R] -> [T, B, H, N + R] and [T, B, H, V]."""
+        heads = self.kv_b(latent).unflatten(-1, (-1, self.sizes[0] + self.value_width))
+        plain, v = heads.split([self.sizes[0], self.value_width], -1)
+        return torch.cat([plain, shared.expand(*plain.shape[:3], -1)], -1), v

@@ -119,6 +119,10 @@ FP8 = (
         f"{{engine.fp8}} does not support {{model.block}}; it applies to {', '.join(BLOCKS)}",
     ),
     _with_fp8(
+        lambda run: run.model.attention.latent.kv_rank,
+        "{engine.fp8} does not support {model.attention.latent.kv_rank}",
+    ),
+    _with_fp8(
         lambda run: not fp8.blocks(run.model),
         "{engine.fp8} has no effect with {model.layers}: the first and the last block stay in bf16",
     ),

@@ -82,6 +82,16 @@ class LatentAttention(TensorParallelModule):
         again = self.recompute_core and self.training
         return self.out(core(q, k, v, context, how, again))
 
+    def clip_factors(self, largest: Tensor, limit: float) -> dict[str, Tensor]:
+        """See Attention.clip_factors(). The key with positions is shared, so its queries take the whole factor (Kimi Team 2025, section
+        2.1)."""
+        factors = torch.where(largest > limit, limit / largest, 1.0)[..., None]
+        plain, turned = self.sizes
+        roots = factors.sqrt().expand(-1, -1, plain)
+        queries = torch.cat([roots, factors.expand(-1, -1, turned)], 2)
+        keys = torch.cat([roots, torch.ones_like(factors).expand(-1, -1, self.value_width)], 2)
+        return {"q_b": queries.flatten(1), "kv_b": keys.flatten(1)}
+
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """[t, B, K] and [T, B, 1, R] -> [T, B, H, N + R] and [T, B, H, V]."""
         heads = self.kv_b(latent).unflatten(-1, (-1, self.sizes[0] + self.value_width))

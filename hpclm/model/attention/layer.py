@@ -72,3 +72,13 @@ class Attention(TensorParallelModule):
         if context.cache is not None:
             return self.out(context.cache.attend(self, q, k, v, context.mask, how))
         return self.out(core(q, k, v, context, how, self.recompute_core and self.training))
+
+    def clip_factors(self, largest: Tensor, limit: float) -> dict[str, Tensor]:
+        """[L, H] the largest scores of the heads in L such layers -> for each linear layer, [L, rows] the factors of its rows that lower
+        them to ``limit``."""
+        by_key = largest.unflatten(1, (-1, self.per_group)).amax(2)
+        # the root, since queries and keys are both scaled: their product falls by limit / largest
+        factors = torch.where(by_key > limit, (limit / by_key).sqrt(), 1.0)
+        # the rows of a group's queries and of its key; values do not enter scores
+        group = [factors[..., None].expand(-1, -1, self.per_group + 1), torch.ones_like(factors)[..., None]]
+        return {"qkv": torch.cat(group, 2).repeat_interleave(self.width, 2).flatten(1)}

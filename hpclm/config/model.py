@@ -228,6 +228,16 @@ class ModelConfig(Section, key="model"):
         return self.attention.heads * self.value_width
 
     @property
+    def core_width(self) -> float:
+        """Width of a head's scores and outputs, on average, times the number of heads: what the products of attention's core cost."""
+        return self.attention.heads * (self.head_width + self.value_width) / 2
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys and values of all heads together."""
+        return self.attention.groups * (self.head_width + self.value_width)
+
+    @property
     def splits_unevenly(self) -> bool:
         """Whether the hidden size cannot be divided over the heads."""
         return self.attention.head_dim is None and self.hidden % self.attention.heads != 0

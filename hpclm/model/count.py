@@ -91,16 +91,14 @@ def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     that a token goes to are included.
     """
     multiplied = sum(products(config, layer) for layer in config.blocks) + config.hidden * config.padded_vocab
-    return 6 * multiplied + config.layers * 12 * attended(config, causal) * config.attention_width
+    return 6 * multiplied + config.layers * 12 * attended(config, causal) * config.core_width
 
 
 def recompute_flops(config: ModelConfig, recompute: str) -> float:
     """FLOPs per token that ``engine.recompute`` adds: the forward pass of the blocks, or of the attention core."""
     if recompute == "full":
         return (flops_per_token(config) - 6 * config.hidden * config.padded_vocab) / 3
-    if recompute == "selective":
-        return config.layers * 2 * config.context * config.attention_width
-    return 0.0
+    return config.layers * 2 * config.context * config.core_width if recompute == "selective" else 0.0
 
 
 def loss_chunk(tokens: int, vocab: int, memory: float) -> int:

@@ -103,6 +103,10 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """scaled_dot_product_attention as on a GPU, where no kernel keeps the scores; FlashAttention, or cuDNN's with a mask."""
     if attn_mask is None:
+        if q.shape[-1] != v.shape[-1]:  # which FlashAttention 2 does not support
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[
+                0
+            ]
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
     if attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, -torch.inf)

@@ -137,7 +137,7 @@ def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]
         cost = dict.fromkeys(model.blocks, 1.0)
     elif layout.partition == "time":
         # attention counts too, and the embedding takes almost no time
-        core = model.attention_width * model.context
+        core = model.core_width * model.context
         last = table
         cost = {layer: count.active_block(model, layer) + core for layer in set(model.blocks)}
     else:

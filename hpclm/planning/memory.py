@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from math import ceil
 
 from hpclm.config import ModelConfig
+from hpclm.config.attention import AttentionConfig
 from hpclm.config.experts import ExpertsConfig
 from hpclm.config.layer import Layer
 from hpclm.model import count
@@ -168,23 +169,33 @@ def block_activations(model: ModelConfig, layout: Layout, costs: EngineCosts, la
     are normalised or rotated, and queries again if several share a key; flash attention's log-sum-exp.
     """
     c = model.hidden
-    queries = model.attention_width
-    keys = model.attention.groups * model.head_width
-    changed = model.positions == "rope" or model.attention.qk_norm
-    again = 0
-    if changed:
-        again = queries + keys
-    elif model.attention.groups < model.attention.heads:
-        again = queries
     norms = 6 if model.norm_order == "sandwich" else 4  # with their outputs
     # compiled blocks save the inputs that attention and MLP gather, instead of gathering again
     norms += 2 * (layout.tensor - 1) * costs.compiled
-    elements = norms * c + (queries + 2 * keys) + again + queries
+    elements = norms * c + _of_attention(model, layout, layer.mixer)
     elements += _inner(model, costs) * (layer.experts.shared_ffn if layer.experts else model.ffn_width)
     width = elements * costs.element + 2 * c * bool(model.dropout) + 4 * model.attention.heads
-    whole = 2 * keys * layout.tokens(model) * layout.context * costs.element * (layout.context > 1)  # keys and values
+    whole = model.kv_width * layout.tokens(model) * layout.context * costs.element * (layout.context > 1)
     kept = (layout.tokens(model) * width + whole) / layout.tensor
     return kept + (expert_activations(model, layout, costs, layer.experts) if layer.experts else 0.0)
+
+
+def _of_attention(model: ModelConfig, layout: Layout, mixer: AttentionConfig) -> int:
+    """Saved activations of attention, its output included: see block_activations()."""
+    queries = mixer.heads * model.head_width
+    latent = mixer.latent
+    if latent.kv_rank:
+        narrow = 2 * (latent.q_rank or 0) + 2 * latent.kv_rank + latent.rope_dim  # before and after their norms
+        own = 0 if layout.context > 1 else queries + mixer.heads * (model.head_dim + model.value_width)
+        # queries, this process's keys and what its values are a view of, and the output
+        return narrow + queries + own + model.attention_width
+    keys = mixer.groups * model.head_width
+    again = 0
+    if model.positions == "rope" or mixer.qk_norm:
+        again = queries + keys
+    elif mixer.groups < mixer.heads:
+        again = queries
+    return queries + 2 * keys + again + queries
 
 
 def _inner(model: ModelConfig, costs: EngineCosts) -> int:

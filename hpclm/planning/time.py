@@ -110,11 +110,11 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
     t = layout.tensor
     m = layout.accumulation
     line = layout.tokens(model) * model.hidden * costs.element
-    keys = 2 * model.attention.groups * model.head_width * layout.tokens(model) * costs.element / t
+    keys = model.kv_width * layout.tokens(model) * costs.element / t
     rows = []
     for stage in stages(model, layout):
         recomputed = layout.recompute == "full"
-        collectives = stage.total(lambda layer: _collectives(layout, layer)) + 2 * (stage.first + stage.last)
+        collectives = stage.total(lambda layer: _collectives(model, layout, layer)) + 2 * (stage.first + stage.last)
         if costs.fp8:  # attention and MLP each gather their inputs in one byte in the forward pass
             gathers = stage.total(lambda layer: len(count.linears(model, layer)) / 2)
             collectives -= _in_fp8(stage) * gathers * (1 + recomputed) / 2
@@ -151,15 +151,20 @@ def busiest(every: list[Volume]) -> Volume:
     return Volume(*(max(getattr(volume, axis.name) for volume in every) for axis in fields(Volume)))
 
 
-def _collectives(layout: Layout, layer: Layer) -> int:
+def _collectives(model: ModelConfig, layout: Layout, layer: Layer) -> float:
     """Gathers and scatters of a block's activations between tensor-parallel ranks, in one micro-batch."""
     of_sublayer = 7 if layout.recompute == "full" else 5
+    of_attention: float = of_sublayer
+    latent = layer.mixer.latent
+    if latent.kv_rank:  # gathers narrow vectors: in the forward pass, and in the backward pass them and their gradients
+        narrow = ((latent.q_rank or model.hidden) + latent.kv_rank + latent.rope_dim) / model.hidden
+        of_attention -= (of_sublayer + 1) / 2 * (1 - narrow)
     if layer.experts is None:
-        return 2 * of_sublayer
+        return of_attention + of_sublayer
     of_mlp = of_sublayer - 1 if layout.split_experts else 0
     if layer.experts.shared_ffn:
         of_mlp += of_sublayer
-    return of_sublayer + of_mlp
+    return of_attention + of_mlp
 
 
 def _with_replicas(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) -> tuple[float, float]:
@@ -280,7 +285,7 @@ def _work(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stage) 
         stage.total(lambda layer: passes * 2 * tokens * count.active_block(model, layer) / t)
         + stage.last * 6 * tokens * model.hidden * model.padded_vocab / t
     )
-    core = cores * 4 * tokens * count.attended(model) * model.attention_width / t
+    core = cores * 4 * tokens * count.attended(model) * model.core_width / t
     moved = stage.total(lambda layer: passes * TRAFFIC * block_activations(model, layout, costs, layer))
     moved += stage.last * 2 * tokens * model.padded_vocab / t * costs.logit
     if costs.fp8:

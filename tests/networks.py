@@ -43,6 +43,12 @@ def scaled(kind):
     return {**LLAMA, "rope.scaling": dict(rope_type=kind, **SCALINGS[kind])}
 
 
+LATENT = {
+    **{key: value for key, value in LLAMA.items() if key != "attention.kv_heads"},
+    "attention.head_dim": 8,
+    "attention.latent.kv_rank": 12,
+    "attention.latent.rope_dim": 8,
+}
 POSITIONS = ("learned", "sinusoidal", "rope", "alibi", "none")
 NETWORKS = {
     **{positions: dict(SHAPE, positions=positions) for positions in POSITIONS},
@@ -83,6 +89,9 @@ NETWORKS = {
     "wide heads": {**LLAMA, "attention.head_dim": 16},
     "some biases": {**LLAMA, "attention.qkv_bias": True, "mlp_bias": True},
     **{f"rope, {kind}": scaled(kind) for kind in SCALINGS},
+    "latent": {**LATENT, "attention.latent.q_rank": 20, "attention.latent.value_dim": 6, "attention.qkv_bias": True},
+    "latent, some windows": {**LATENT, "attention.score_cap": 2.0, **patterned("window", "full", "nope")},
+    "latent, yarn": {**LATENT, "rope.scaling": scaled("yarn")["rope.scaling"], "attention.score_scale": 0.3},
     "windows with a base of their own": {
         **scaled("yarn"),
         "rope.window_base": 500.0,

@@ -93,6 +93,13 @@ TODAY = {
         ),
         *("model.rope.fraction=0.5", "model.residual_multiplier=0.7", "model.embed_multiplier=2"),
     ],
+    "latent": [
+        *(word for word in STYLES["llama"] if "kv_heads" not in word),
+        *("model.attention.head_dim=8", "model.attention.latent.kv_rank=12", "model.attention.latent.q_rank=20"),
+        *("model.attention.latent.rope_dim=4", "model.attention.latent.value_dim=6", "model.attention.qkv_bias=true"),
+        *("model.rope.scaling={rope_type: yarn, factor: 4, original_max_position_embeddings: 4}", "optim.qk_clip=0.4"),
+        *("optim.name=muon", "optim.newton_schulz_type=fp32"),
+    ],
     "xielu": [*STYLES["llama"], "model.activation=xielu", "model.mlp_bias=true", "model.logits_fp32=true"],
 }
 """Shapes of 2025's models; fewer of them are combined."""

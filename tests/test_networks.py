@@ -44,6 +44,7 @@ SAMPLE = (
     "multipliers",
     "xielu",
     "rope, longrope",
+    "latent",
 )
 PROMPTS = [[5, 17, 40], [9], [88, 3, 3, 61, 20, 7, 8, 9, 10, 11, 12]]
 

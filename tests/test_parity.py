@@ -170,6 +170,11 @@ TODAYS_SAMPLE = {
     "fsdp23-dp2-sinks",
     "native1-dp2tp2-xielu",
     "native0-cp4-olmo3",
+    "native0-tp2-latent",
+    "native1-dp2tp2-latent",
+    "native0-cp4-latent",
+    "pipelining0-cp2tp2pp2-latent",
+    "fsdp23-dp2-latent",
     "pipelining0-cp2tp2pp2-sinks",
 }
 

@@ -157,8 +157,8 @@ def attention(config: ModelConfig, mixer: AttentionConfig) -> Table:
 
 
 def latent_attention(config: ModelConfig, mixer: AttentionConfig) -> Table:
-    """Latent attention of a block: ``q_a`` and ``kv_a`` lead to narrow vectors, ``q_b`` and ``kv_b`` from there to the heads. ``kv_a`` has
-    the key with positions too, which all heads share. For each head, ``kv_b`` has its key without positions, then its value."""
+    """Latent attention of a block: q_a and kv_a lead to narrow vectors, q_b and kv_b from there to the heads. kv_a has
+    the key with positions too, which all heads share. For each head, kv_b has its key without positions, then its value."""
     latent = mixer.latent
     qkv_bias, out_bias, _ = config.biases
     queries = mixer.heads * config.head_width

@@ -170,6 +170,7 @@ def datasets(tmp_path_factory):
 
 
 ROPE = ["model.positions=rope"]
+LATENT = [*ROPE, "model.attention.latent.kv_rank=8"]
 EXPERTS = ["model.experts.count=4"]
 WINDOW = [*ROPE, "model.attention.pattern=[window]", "model.attention.window=8"]
 MUON = ["optim.name=muon"]
@@ -220,6 +221,11 @@ ACTS = {
     "model.attention.score_scale=0.9": (trains, []),
     "model.attention.score_cap=0.01": (trains, []),
     "model.attention.sinks=true": (trains, []),
+    "model.attention.latent.kv_rank=8": (trains, ROPE),
+    "model.attention.latent.q_rank=8": (trains, LATENT),
+    "model.attention.latent.rope_dim=4": (trains, LATENT),
+    "model.attention.latent.value_dim=4": (trains, LATENT),
+    "model.attention.latent.norm_eps=0.1": (trains, LATENT),
     "model.embed_multiplier=2.0": (trains, []),
     "model.residual_multiplier=0.5": (trains, []),
     "model.experts.count=4": (trains, []),

@@ -42,6 +42,8 @@ EXPERTS = [
 ]
 EXPERTS += [*SHORT, DP, "batch.global_size=64", "model.vocab_size=1000", "engine.loss_chunk=1024"]
 EXPERTS += ["engine.name=native"]
+LATENT = ["model.attention.head_dim=128", "model.attention.kv_heads=null", "model.attention.latent.kv_rank=512"]
+LATENT += ["model.attention.latent.q_rank=768"]
 STAGES = ["model.layers=8", "batch.micro_size=4", DP, PP, "batch.global_size=64", "engine.name=pipelining"]
 # preset, settings, rank
 LAYOUTS = {
@@ -56,6 +58,10 @@ LAYOUTS = {
     "fsdp2, context": ("llama-1b", [*LONG, "engine.name=fsdp2"], 7),
     "native, fp8": ("llama-1b", [*SMALL, "engine.fp8=rowwise", "batch.micro_size=4"], 0),
     "native, tensor, fp8": ("gpt-1b3", [*SMALL, DP, TP, "engine.fp8=tensorwise"], 5),
+    "latent": ("llama-1b", [*SMALL, *LATENT, "batch.micro_size=4"], 0),
+    "latent, tensor": ("llama-1b", [*SMALL, *LATENT, DP, TP, "batch.micro_size=4"], 5),
+    "latent, context": ("llama-1b", [*LONG, *LATENT, TP, "parallel.context=2"], 5),
+    "latent, experts over 4": ("llama-1b", [*EXPERTS, *LATENT, "parallel.expert=4", TP], 3),
     "native, selective": ("gpt-1b3", [*SMALL, "engine.recompute=selective"], 0),
     "native, recomputed": ("gpt-1b3", [*SMALL, "engine.recompute=full"], 0),
     "native, dropout": ("gpt2-345m", SHORT, 0),
@@ -288,6 +294,8 @@ def test_ranks_are_checked_and_need_a_dry_run():
     assert "--ranks is for --dry-run" in hpclm("submit", "--ranks", "0", "debug", check=2).stderr
 
 
+LATENT = ["model.attention.head_dim=128", "model.attention.kv_heads=null", "model.attention.latent.kv_rank=512"]
+LATENT += ["model.attention.latent.q_rank=768"]
 STAGES = ["engine.name=pipelining", "job.gpus=2", "parallel.pipeline=2", "model.layers=4", "batch.micro_size=1"]
 
 

@@ -15,6 +15,8 @@ from hpclm.config.section import Rule, Section
 from hpclm.config.setting import setting
 
 BLOCKS = {"gpt": "hpclm.model.gpt:Block"}
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
+"""Values of model.activation whose MLPs have a gate."""
 MAX_LAYERS = 10_000
 MAX_TOKENS = 1 << 31
 """The limits stop a mistyped number from building layers for hours, and keep products of sizes within 64 bits."""
@@ -263,7 +265,7 @@ class ModelConfig(Section, key="model"):
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies its inner activations by a gate."""
-        return "glu" in self.activation
+        return self.activation in GATED
 
     @property
     def ffn_width(self) -> int:

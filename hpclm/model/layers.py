@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpclm.config import ModelConfig
+from hpclm.config.model import GATED
 from hpclm.model import weights
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.weights import XIELU_BETA, Table
@@ -221,7 +222,7 @@ class MLP(nn.Module):
 
 def activated(x: Tensor, kind: str, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """[..., F], or [..., 2 F] of gate and up if gated -> [..., F]. ``kind``: model.activation. ``activation``: its function."""
-    if "glu" not in kind:
+    if kind not in GATED:
         return activation(x)
     gate, up = x.chunk(2, -1)
     if kind == "swiglu_clamped":

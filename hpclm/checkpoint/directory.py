@@ -118,7 +118,7 @@ def unreadable(folder: Path, error: object) -> HpclmError:
 
 def none_left(folder: Path, reasons: Sequence[str]) -> str:
     """The message for a run that has saved before and cannot start from scratch."""
-    return f"no good checkpoint in {folder} ({'; '.join(reasons)}); restore one, or start over with another out="
+    return f"no good checkpoint in {folder} ({'; '.join(reasons)}); restore one, or start over with another out= and checkpoint.resume=auto"
 
 
 def not_empty(checkpoint: Path) -> ConfigError:

@@ -55,7 +55,9 @@ def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, 
     wrong = [*tokenizer_clash(saved, now.get("data", {}).get("tokenizer")), *differences(saved, now)]
     if wrong:
         head = f"{folder} was saved with another model, optimizer, data or seed, which must not change when a run is resumed"
-        raise ConfigError([f"{head}; revert the following settings, or start a new run with another out=:", *wrong])
+        raise ConfigError(
+            [f"{head}; revert the following settings, or start a new run in another folder (out):", *wrong]
+        )
 
 
 def tokenizer_clash(saved: Mapping[str, Any], tokenizer: Mapping[str, Any] | None) -> list[str]:
@@ -87,7 +89,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _datasets(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:
     """The differences between the training datasets, one sentence each."""
     if len(before) != len(after):
-        yield f"data.prefix, data.train or data.blend: there were {len(before)} training datasets, and now there are {len(after)}"
+        yield f"data.prefix, data.train or data.blend: training datasets: {len(before)} before, {len(after)} now"
         return
     for number, (old, new) in enumerate(zip(before, after, strict=True), 1):
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]

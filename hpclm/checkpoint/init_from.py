@@ -77,4 +77,9 @@ def _check_model(folder: Path, manifest: Manifest, fingerprint: Mapping[str, Any
     if "model" in saved:
         wrong += differences({"model": saved["model"]}, {"model": fingerprint["model"]})
     if wrong:
-        raise ConfigError([f"{folder} has a different model:", *wrong])
+        raise ConfigError(
+            [
+                f"checkpoint.init_from needs the same network, and {folder} has another one; change these settings:",
+                *wrong,
+            ]
+        )

@@ -146,7 +146,7 @@ class ExpertsConfig(Section, key="model.experts"):
 
     def in_layer(self, layer: int) -> bool:
         """Whether the MLP of a block consists of experts."""
-        return self.count > 0 and self.kind(layer) == "experts"
+        return self.count > 0 and self.has_known_kinds and self.kind(layer) == "experts"
 
     @property
     def has_known_kinds(self) -> bool:

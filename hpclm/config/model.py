@@ -134,18 +134,26 @@ class ModelConfig(Section, key="model"):
             "{model.attention.window} has no effect with {model.context}: no sample is longer",
         ),
         Rule(
-            lambda model: model.rope.window_base is not None and not model.rotates_with(model.rope.window_base),
-            "{model.rope.window_base} has no effect: no layer of kind window has positions",
-        ),
-        Rule(
             lambda model: model.positions == "rope" and all(layer.rope is None for layer in model.blocks),
-            "model.rope.base and the other settings of rotary positions have no effect: no layer of {model.attention.pattern} has positions",
+            "model.rope.base and the other settings of rotary positions have no effect: none of the layers has positions",
         ),
         Rule(
             lambda model: (
-                model.rope.changed("base") and model.rope.window_base and not model.rotates_with(model.rope.base)
+                model.rotates
+                and not model.rotates_in_windows
+                and (model.rope.window_base is not None or not model.rope.window_scaled)
+            ),
+            "model.rope.window_base and model.rope.window_scaled have no effect: no layer with a window has positions",
+        ),
+        Rule(
+            lambda model: (
+                model.rotates == model.rotates_in_windows and model.rope.window_base and model.rope.changed("base")
             ),
             "{model.rope.base} has no effect: all layers with positions have windows, and use {model.rope.window_base}",
+        ),
+        Rule(
+            lambda model: model.rotates and model.rope.scaling and not any(rope.scaling for rope in model.rotates),
+            "model.rope.scaling has no effect with {model.rope.window_scaled}: all layers with positions have windows",
         ),
         Rule(
             lambda model: model.experts.count and "dense" in model.experts.pattern and not model.dense_layers,
@@ -189,9 +197,15 @@ class ModelConfig(Section, key="model"):
         used = {self.attention.kind(number) for number in range(self.layers)}
         return [kind for kind in dict.fromkeys(self.attention.pattern) if kind not in used]
 
-    def rotates_with(self, base: float) -> bool:
-        """Whether a layer has rotary positions with this base."""
-        return any(layer.rope is not None and layer.rope.base == base for layer in self.blocks)
+    @property
+    def rotates(self) -> list[RopeConfig]:
+        """The rotary positions of the layers that have them."""
+        return [layer.rope for layer in self.blocks if layer.rope]
+
+    @property
+    def rotates_in_windows(self) -> list[RopeConfig]:
+        """The same of the layers with a window."""
+        return [layer.rope for layer in self.blocks if layer.rope and layer.window]
 
     @property
     def sets_all_biases(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hpclm.config import ModelConfig, fp8
 from hpclm.config.layer import Layer
+from hpclm.config.model import BLOCKS
 from hpclm.model import weights
 from hpclm.model.weights import Weight
 
@@ -38,7 +39,9 @@ def active_parameters(config: ModelConfig) -> int:
 def described_size(config: ModelConfig) -> str:
     """The number of parameters for messages; with experts also the number of active parameters."""
     text = f"{parameters(config):,} parameters"
-    if config.experts.count:
+    if config.block not in BLOCKS:
+        return f"{text} with hpclm's own block in place of model.block={config.block}"
+    if active_parameters(config) < parameters(config):
         text += f" ({active_parameters(config):,} active for each token)"
     return text
 

@@ -134,7 +134,7 @@ def set_matmul(device: torch.device) -> str:
     fast = _product_error()
     if fast > 2 * exact + 1e-7:
         torch.set_float32_matmul_precision("highest")
-        return f"exact: oneDNN would round fp32 products here (relative error {fast:.0e})"
+        return f"exact; oneDNN is not used, since it would round products (relative error {fast:.0e})"
     return f"oneDNN, full precision (relative error {fast:.0e})"
 
 

@@ -148,7 +148,7 @@ def _records(
             if on_error != "skip":
                 problem = f"{chunk.location(number)}{error}"
                 if on_error:
-                    problem += "; --on-error skip omits such lines"
+                    problem += "; hpclm preprocess --on-error skip omits such lines"
                 raise ConfigError(problem) from None
             errors.append((number, error))
     return records, errors

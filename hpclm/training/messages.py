@@ -63,7 +63,7 @@ def _limit(budget: BudgetConfig, steps: int) -> str:
         return ""
     others = {name: getattr(budget, name) for name in ("samples", "tokens", "epochs")}
     tightest = ", ".join(f"budget.{name}={value}" for name, value in others.items() if value is not None)
-    return f" ({tightest} ends it before budget.steps={budget.steps})"
+    return f" ({tightest} ends the run before budget.steps={budget.steps})"
 
 
 def kernels(model: ModelConfig, device: torch.device) -> None:
@@ -115,7 +115,7 @@ def changed_schedule(before: Schedule, now: Schedule, progress: Progress) -> Non
     if changes:
         old_end, new_end = _end(before.length), _end(now.length)
         end = f"; the run ends {new_end} instead of {old_end}" if old_end != new_end else ""
-        logger.warning("the settings differ from the last attempt's: %s%s", " and ".join(changes), end)
+        logger.warning("settings changed since the last attempt: %s%s", " and ".join(changes), end)
 
 
 def _end(length: Length) -> str:

@@ -212,13 +212,11 @@ class SignalWatch:
 
     def _announce(self, name: str) -> None:
         """Log what follows the signal ``name``."""
-        within = f" within {self._limit(name)}" if name in self.saver.limits else ""
+        within = f" within {self._limit(name)}," if name in self.saver.limits else ""
         sooner = f"hpclm cancel --now {shlex.quote(str(Path(self.config.out)))}"
         if name == signal.SIGINT.name:
             sooner = "press Ctrl-C again"
-        text = (
-            "%s: once step %d ends%s, the run saves, if there is time, and exits; to end it sooner, without saving: %s"
-        )
+        text = "%s: after step %d or the next one,%s the run saves, if there is time, and exits; to end it sooner, without saving: %s"
         log.warning(text, name, self.watchdog.step, within, sooner)
 
     def _limit(self, name: str) -> str:

@@ -47,7 +47,7 @@ ONE = {"bin": "a", "idx": "b", "span": [0, 9], "content": None}
         (
             [ONE],
             [ONE, ONE],
-            ["data.prefix, data.train or data.blend: there were 1 training datasets, and now there are 2"],
+            ["data.prefix, data.train or data.blend: training datasets: 1 before, 2 now"],
         ),
     ],
 )

@@ -449,7 +449,15 @@ IDLE = {
     "unscaled windows without scaling": ([*WINDOW, "model.rope.window_scaled=false"], "model.rope.window_scaled=false has no effect"),
     "a base of windows without positions": (
         [*ROPE, "model.attention.pattern=[full, window_nope]", "model.attention.window=4", "model.rope.window_base=50"],
-        "model.rope.window_base=50.0 has no effect: no layer of kind window",
+        "model.rope.window_base and model.rope.window_scaled have no effect: no layer with a window has positions",
+    ),
+    "a base where all positions are in windows": (
+        [*ROPE, "model.attention.pattern=[window]", "model.attention.window=4", "model.rope.base=500", "model.rope.window_base=50"],
+        "model.rope.base=500.0 has no effect: all layers with positions have windows",
+    ),
+    "a scaling of which windows are free": (
+        [*ROPE, "model.attention.pattern=[window]", "model.attention.window=4", SCALED, "model.rope.window_scaled=false"],
+        "model.rope.scaling has no effect with model.rope.window_scaled=false",
     ),
     "positions that no layer has": ([*ROPE, "model.attention.pattern=[nope]"], "model.rope.base and the other settings of rotary positions have no effect"),
     "biases that are all set": (

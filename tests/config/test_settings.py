@@ -133,6 +133,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "model={activation: xielu, experts: {count: 4}}": "model.activation=xielu is not supported with model.experts.count",
         "model={experts: {count: 4, ffn: 0}}": "model.experts.ffn=0 must be at least 1",
         "model={experts: {count: 4, shared_ffn: -1}}": "model.experts.shared_ffn=-1 must be at least 0",
+        "model={experts: {count: 4, pattern: []}}": "model.experts.pattern=[] must be a list of experts and dense",
         "model={experts: {count: 4, pattern: [expert]}}": "model.experts.pattern=[expert] must be a list of experts and dense",
         "model={experts: {count: 4, pattern: [dense]}}": "no layer of model.experts.pattern=[dense] is of kind experts",
         "model={experts: {count: 4, per_token: 5}}": "model.experts.per_token=5 must be from 1 to model.experts.count=4",

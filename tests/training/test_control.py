@@ -49,11 +49,19 @@ def loop_of(out, *words, begin=Progress(), since=None, held_out=()):  # noqa: B0
 @pytest.mark.parametrize(
     "words, since, says",
     [
-        ([], {"SIGUSR2": 2.0}, "SIGUSR2: once step 7 ends within job.warn_seconds=120, the run saves"),
-        (["job.warn_seconds=0"], {"SIGUSR2": 2.0}, "SIGUSR2: once step 7 ends within checkpoint.grace_seconds=30, the"),
-        ([], {"SIGTERM": 3.0}, "SIGTERM: once step 7 ends within checkpoint.grace_seconds=30, the run saves"),
-        ([], {"SIGINT": 3.0}, "SIGINT: once step 7 ends, the run saves"),
-        ([], {"SIGINT": 9.0, "SIGTERM": 1.0}, "SIGINT: once step 7 ends, the run saves"),
+        ([], {"SIGUSR2": 2.0}, "SIGUSR2: after step 7 or the next one, within job.warn_seconds=120, the run saves"),
+        (
+            ["job.warn_seconds=0"],
+            {"SIGUSR2": 2.0},
+            "SIGUSR2: after step 7 or the next one, within checkpoint.grace_seconds=30, the",
+        ),
+        (
+            [],
+            {"SIGTERM": 3.0},
+            "SIGTERM: after step 7 or the next one, within checkpoint.grace_seconds=30, the run saves",
+        ),
+        ([], {"SIGINT": 3.0}, "SIGINT: after step 7 or the next one, the run saves"),
+        ([], {"SIGINT": 9.0, "SIGTERM": 1.0}, "SIGINT: after step 7 or the next one, the run saves"),
         ([], {"SIGTERM": 1.9}, None),
         ([], {}, None),
     ],

@@ -76,7 +76,7 @@ def test_a_run_of_several_processes_says_how_they_share_a_step(tmp_path, caplog)
 def test_the_budget_that_ends_a_run_before_its_steps_is_named():
     words = ["budget={steps: 20, samples: 100}"]
     limited = run("x", *words).budget
-    assert messages._limit(limited, 12) == " (budget.samples=100 ends it before budget.steps=20)"
+    assert messages._limit(limited, 12) == " (budget.samples=100 ends the run before budget.steps=20)"
     assert messages._limit(limited, 20) == messages._limit(run("x", "budget.samples=100").budget, 12) == ""
 
 

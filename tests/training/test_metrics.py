@@ -102,7 +102,7 @@ def test_lines_of_steps_hold_the_run_s_numbers(tiny, tmp_path):
     lines = (tmp_path / "run/log.txt").read_text().splitlines()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    assert "; 12 steps (budget.samples=100 ends it before budget.steps=20) of 8 samples x 16 tokens" in lines[1]
+    assert "; 12 steps (budget.samples=100 ends the run before budget.steps=20) of 8 samples x 16 tokens" in lines[1]
     told = [line[26:] for line in lines if "/12  loss " in line]
     assert [int(line.split()[1].partition("/")[0]) for line in told] == [1, 4, 8, 12]
     assert [" left" in line for line in told] == [False, True, True, True]  # the first step may compile

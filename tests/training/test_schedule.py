@@ -110,7 +110,7 @@ def test_what_changes_is_told_of_the_next_step_with_both_ends(caplog):
     fast = Schedule(OptimConfig(schedule="constant", lr=2e-3), Plan(1, 16, 2), Length(None, None))
     for before, now in ((slow, fast), (fast, slow), (slow, slow)):
         messages.changed_schedule(before, now, Progress(5, 40))
-    begin = "the settings differ from the last attempt's: the learning rate of step 6"
+    begin = "settings changed since the last attempt: the learning rate of step 6"
     assert caplog.messages == [
         f"{begin} rises from 0.001 to 0.002 and the batch of step 6 changes from 8 to 16 samples; "
         "the run ends when its time is up instead of at step 10",

@@ -24,7 +24,7 @@ def test_the_log_says_what_follows_and_a_step_that_outlasts_the_time_left_ends_a
         ranks.processes[0].send_signal(number)
         assert {code for code, _ in ranks.wait().values()} == {85}
     log, name, setting = (out / "log.txt").read_text(), number.name, SETTINGS[number]
-    assert f"{name}: once step 3 ends within {setting}, the run saves, if there is time, and exits" in log
+    assert f"{name}: after step 3 or the next one, within {setting}, the run saves, if there is time, and exits" in log
     assert f"to end it sooner, without saving: hpclm cancel --now {out}" in log
     assert f"and {setting} has passed: exiting without saving; the steps after 2 will be repeated" in log
 

@@ -267,7 +267,9 @@ def refused(message: str) -> HpclmError:
     text = "; ".join(" ".join(line.split()) for line in lines if line.strip())
     text = text or "sbatch failed without a message"
     if slurm.UNANSWERED.search(message):
-        return HpclmError(f"Slurm did not answer: {text}; repeat the command: it checks the queue before it submits")
+        return HpclmError(
+            f"Slurm did not answer: {text}; repeat the command, which checks the queue before it submits, or train on this machine with --cluster local"
+        )
     ways_out = [way_out for part, way_out in WAYS_OUT.items() if part in message]
     return ConfigError("; ".join([f"Slurm refuses the job: {text}", *ways_out]))
 

@@ -123,7 +123,7 @@ BROKEN = {
     "not text": ('{"text": 5}\n', "a.jsonl:1: 'text' holds a JSON int, not text"),
     "half a character": (
         '{"text": "\\ud83d"}\n',
-        "a.jsonl:1: 'text' holds half a character (a lone surrogate); --on-error skip",
+        "a.jsonl:1: 'text' holds half a character (a lone surrogate); hpclm preprocess --on-error skip",
     ),
     "not UTF-8": (jsonl("one").encode() + b'{"text": "\xe9"}\n', "a.jsonl:2 is not UTF-8: byte 0xe9 at 10"),
 }

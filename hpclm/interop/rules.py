@@ -84,14 +84,25 @@ def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
     """``rule`` for separate q, k and v. The heads of q and k have another order of features there: theirs[``order``] equals ours."""
     back = order.argsort()
 
-    def heads(x: Tensor, index: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, len(index)))[:, index].flatten(0, 1)
-
     def split(x: Tensor) -> list[Tensor]:
         q, k, v = rule.split(x)
-        return [heads(q, back), heads(k, back), v]
+        return [_permuted(q, back), _permuted(k, back), v]
 
-    return replace(rule, split=split, join=lambda qkv: rule.join([heads(qkv[0], order), heads(qkv[1], order), qkv[2]]))
+    def join(qkv: Sequence[Tensor]) -> Tensor:
+        q, k, v = qkv
+        return rule.join([_permuted(q, order), _permuted(k, order), v])
+
+    return replace(rule, split=split, join=join)
+
+
+def rows_reordered(ours: str, theirs: str, order: Tensor) -> ConversionRule:
+    """Rule for one tensor; in each group of len(``order``) rows, theirs[``order``] are ours."""
+    back = order.argsort()
+    return ConversionRule(ours, (theirs,), lambda x: [_permuted(x, back)], lambda tensors: _permuted(tensors[0], order))
+
+
+def _permuted(x: Tensor, order: Tensor) -> Tensor:
+    return x.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 
 
 def changed(

@@ -157,15 +157,17 @@ def _yarn(plain: Tensor, base: float, width: int, original: int, given: Mapping[
 
 def _temperature(given: Mapping[str, Any]) -> float:
     """The factor of cosines and sines in YaRN."""
-
-    def temperature(weight: float) -> float:
-        return 1.0 if given["factor"] <= 1 else 0.1 * weight * math.log(given["factor"]) + 1.0
-
+    factor = given["factor"]
     if given.get("attention_factor"):
         return float(given["attention_factor"])
     if given.get("mscale", 0) and given.get("mscale_all_dim", 0):
-        return temperature(given["mscale"]) / temperature(given["mscale_all_dim"])
-    return temperature(1.0)
+        return mscale(factor, given["mscale"]) / mscale(factor, given["mscale_all_dim"])
+    return mscale(factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """The factor of queries and keys in YaRN, for positions scaled by ``factor``."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _llama3(plain: Tensor, original: int, given: Mapping[str, Any]) -> Tensor:

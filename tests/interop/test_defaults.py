@@ -13,7 +13,7 @@ from hpclm.interop.huggingface import families, relatives
 from hpclm.interop.huggingface.defaults import DEFAULTS, NULLABLE
 
 RELATIVES = [family.model_type for family in relatives.ALL_FAMILIES]
-KINDS = [kind for kind in families.FAMILIES if kind not in ("hpclm", *RELATIVES)]
+KINDS = [kind for kind in families.FAMILIES if kind not in ("hpclm", "kimi_k2", *RELATIVES)]
 NOT_READ = {"bloom": {"seq_length"}, "glm4": {"partial_rotary_factor"}, "smollm3": {"head_dim"}}
 NOT_READ |= {kind: {"head_dim"} for kind in ("granite", "apertus", "qwen3_moe", "ernie4_5_moe", "dots1", "glm4_moe")}
 """Keys that are no fields of the class: it takes them all the same, or only hpclm does."""
@@ -21,7 +21,9 @@ GIVEN = {
     "gpt_neox": dict(use_parallel_residual=False),  # the default is a network that hpclm does not have
     "dots1": dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2),  # which have no default
     "glm4_moe": dict(head_dim=128),  # by default 4096 / 96
+    "deepseek_v2": dict(num_experts_per_tok=2),  # which has no default
 }
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 NETWORKS = {}
 """Of the model settings that config.json files gave so far: many of them give the same."""
 
@@ -41,7 +43,9 @@ def settings(tree):
     except ConfigError:
         return None
     NETWORKS[repr(found)] = network
-    heads = {"attention.head_dim": network.head_width, "attention.kv_heads": network.attention.groups}
+    heads = {"attention.head_dim": network.head_dim}
+    if not network.attention.latent.kv_rank:
+        heads["attention.kv_heads"] = network.attention.groups
     return network.replaced({**heads, "ffn": network.ffn_width})
 
 
@@ -71,6 +75,7 @@ def small(kind):
     tree |= {key: value for key, value in sizes.items() if key in tree}
     tree |= {key: 0.3 for key, value in tree.items() if type(value) is float and "cap" not in key}
     tree |= {key: not value for key, value in DEFAULTS[kind].items() if isinstance(value, bool) and key not in sizes}
+    tree |= {"num_key_value_heads": 6, "head_dim": 64} if kind in LATENT else {}
     tree |= {"partial_rotary_factor": 1.0} if kind == "glm4" else {}
     tree |= {"attention_dropout": 0.0} if kind in ("gemma2", "gpt_oss") else {}  # hpclm has none with a cap or sinks
     return tree | base(kind)

@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from math import log
 
 import pytest
 import torch
@@ -28,6 +29,32 @@ GPT_OSS = {
     "experts.router_bias": True,
     "mlp_bias": True,
 }
+LATENT = {
+    **made.LLAMA,
+    "layers": 3,
+    "attention.head_dim": 12,
+    "attention.latent.kv_rank": 24,
+    "attention.latent.q_rank": 20,
+    "attention.latent.rope_dim": 8,
+    "attention.latent.value_dim": 10,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": "4.0",
+    "original_max_position_embeddings": "4",
+    "mscale": "0.7",
+    "mscale_all_dim": "0.4",
+}
+SPLIT = {
+    "experts.count": 8,
+    "experts.per_token": 3,
+    "experts.ffn": 32,
+    "experts.shared_ffn": 64,
+    "experts.pattern": ["dense", "experts", "experts"],
+}
+GROUPS = {"experts.router_groups": 4, "experts.router_top_groups": 2, "experts.router_scale": 2.5}
+V3 = {**LATENT, **SPLIT, **GROUPS, "experts.router_score": "sigmoid", "experts.router_choice_bias": True}
+V2 = {**LATENT, **SPLIT, "experts.router_normalize": False, "experts.router_scale": 1.5}
 NETWORKS = {
     "Mixtral": ("MixtralForCausalLM", {**EXPERTS, "experts.balance_micro_batch": 0.1, "experts.router_z_loss": 0.01}),
     "Mixtral, windows, inner size of the MLP": ("MixtralForCausalLM", {**EXPERTS, "attention.pattern": ["window"], "attention.window": 5, "experts.ffn": None}),
@@ -40,6 +67,18 @@ NETWORKS = {
         "GptOssForCausalLM",
         {**GPT_OSS, "attention.pattern": ["window", "full"], "attention.window": 5, "attention.qkv_bias": True, "attention.out_bias": True, "attention.head_dim": 16},
     ),
+    "DeepSeek V3": ("DeepseekV3ForCausalLM", V3),
+    "DeepSeek V3, YaRN, biases, queries whole, not normalised": (
+        "DeepseekV3ForCausalLM",
+        {
+            **V3, "attention.latent.q_rank": None, "attention.qkv_bias": True, "attention.out_bias": True, "tied": True,
+            "rope.scaling": YARN, "attention.score_scale": 20**-0.5 * (0.1 * 0.4 * log(4) + 1) ** 2, "experts.router_normalize": False,
+        },
+    ),
+    "DeepSeek V3, no experts, values as wide as keys": ("DeepseekV3ForCausalLM", {**LATENT, "attention.latent.value_dim": None}),
+    "DeepSeek V2": ("DeepseekV2ForCausalLM", V2),
+    "DeepSeek V2, queries whole, biases": ("DeepseekV2ForCausalLM", {**V2, "attention.latent.q_rank": None, "attention.qkv_bias": True, "attention.out_bias": True}),
+    "GLM 4.7 Flash": ("Glm4MoeLiteForCausalLM", {**V3, "experts.pattern": ["experts", "dense", "experts"]}),
 }  # fmt: skip
 
 
@@ -109,6 +148,13 @@ def test_an_imported_model_is_trained_and_goes_back(kind, tmp_path):
         "no sinks": ({**GPT_OSS, "attention.sinks": False}, "GptOssForCausalLM: model.attention.sinks=false, but it needs true"),
         "some windows": ({**QWEN, "attention.pattern": ["window", "full"], "attention.window": 5}, 'model.attention.pattern=["window", "full"]'),
         "positions": ({**EXPERTS, "positions": "alibi", "rope.base": 1e4}, "model.positions=alibi, but it needs rope"),
+        "latent, softmax with a bias": ({**V3, "experts.router_score": "softmax"}, "DeepseekV3ForCausalLM: model.experts.router_score=softmax, but it needs sigmoid"),
+        "latent, score scale": ({**V3, "attention.score_scale": 0.5}, "model.attention.score_scale=0.5, but it needs 0.2236"),
+        "latent, YaRN without its score scale": ({**V3, "rope.scaling": YARN}, "model.attention.score_scale=null, but it needs 0.2490"),
+        "latent, epsilon": ({**V3, "attention.latent.norm_eps": 1e-5}, "model.attention.latent.norm_eps=1e-05, but it needs 1e-06"),
+        "latent, windows": ({**V3, "attention.pattern": ["window"], "attention.window": 5}, 'model.attention.pattern=["window"], which it does not support'),
+        "latent, MLP biases": ({**V3, "mlp_bias": True}, "model.mlp_bias=true, but it needs false"),
+        "latent, normalised softmax": ({**V2, "experts.router_normalize": True}, "DeepseekV2ForCausalLM: model.experts.router_normalize=true, but it needs false"),
     }.values(),
 )  # fmt: skip
 def test_a_network_with_experts_that_no_class_has_is_refused_by_name_before_anything_is_written(
@@ -121,9 +167,11 @@ def test_a_network_with_experts_that_no_class_has_is_refused_by_name_before_anyt
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_llama_cpp_s_format_is_refused_with_the_classes_that_it_has(tmp_path):
-    made.run(tmp_path / "run", NETWORKS["Mixtral"][1])
-    with pytest.raises(ConfigError, match="MixtralForCausalLM cannot be written as GGUF"):
+@pytest.mark.parametrize("kind", ["Mixtral", "DeepSeek V3, no experts, values as wide as keys"])
+def test_llama_cpp_s_format_is_refused_with_the_classes_that_it_has(kind, tmp_path):
+    architecture, settings = NETWORKS[kind]
+    made.run(tmp_path / "run", settings)
+    with pytest.raises(ConfigError, match=f"{architecture} cannot be written as GGUF"):
         convert(tmp_path / "run", tmp_path / "model.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -230,6 +278,20 @@ def test_the_balance_loss_of_transformers_is_ignored_with_a_warning(tmp_path, ca
     assert run_settings.inference_settings(tmp_path / "back", []).model.experts.balance_micro_batch == 0
 
 
+DEEPSEEK_YARN = dict(beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=4096, type="yarn")  # fmt: skip
+DEEPSEEK_V3 = (
+    dict(architectures=["DeepseekV3ForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=0)
+    | dict(auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, eos_token_id=1, ep_size=1)
+    | dict(first_k_dense_replace=3, hidden_act="silu", hidden_size=7168, initializer_range=0.02, intermediate_size=18432)
+    | dict(kv_lora_rank=512, max_position_embeddings=163840, model_type="deepseek_v3", moe_intermediate_size=2048)
+    | dict(moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True)
+    | dict(num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61, num_key_value_heads=128)
+    | dict(num_nextn_predict_layers=1, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-06)
+    | dict(quantization_config=dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]))
+    | dict(rope_scaling=DEEPSEEK_YARN, rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid")
+    | dict(tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", torch_dtype="bfloat16", use_cache=True)
+    | dict(v_head_dim=128, vocab_size=129280, transformers_version="4.33.1", aux_loss_alpha=0.001, seq_aux=True)
+)  # fmt: skip
 PUBLISHED = {
     "Mixtral 8x7B": (
         dict(architectures=["MixtralForCausalLM"], attention_dropout=0.0, bos_token_id=1, eos_token_id=2, hidden_act="silu")
@@ -262,6 +324,38 @@ PUBLISHED = {
                | dict(rope_type="yarn", truncate=False))
         | dict(swiglu_limit=7.0, tie_word_embeddings=False, use_cache=True, vocab_size=201088),
         {"experts.count": 32, "experts.per_token": 4, "experts.ffn": 2880, "attention.pattern": ["window", "full"], "attention.window": 128, "experts.router_bias": True},
+    ),
+    "DeepSeek V3": (DEEPSEEK_V3, {"experts.count": 256, "experts.router_groups": 8, "experts.shared_ffn": 2048, "attention.head_dim": 128, "attention.latent.kv_rank": 512, "attention.latent.q_rank": 1536, "attention.score_scale": 192**-0.5 * (0.1 * log(40) + 1) ** 2}),
+    "Kimi K2": (
+        DEEPSEEK_V3
+        | dict(model_type="kimi_k2", n_group=1, topk_group=1, n_routed_experts=384, num_attention_heads=64, num_key_value_heads=64)
+        | dict(first_k_dense_replace=1, num_nextn_predict_layers=0, rms_norm_eps=1e-06, rope_theta=50000.0, vocab_size=163840)
+        | dict(rope_scaling={**DEEPSEEK_YARN, "beta_fast": 1.0, "factor": 32.0}, routed_scaling_factor=2.827),
+        {"experts.count": 384, "experts.router_groups": 1, "attention.heads": 64, "rope.base": 50000.0, "experts.router_score": "sigmoid"},
+    ),
+    "DeepSeek V2 Lite": (
+        dict(architectures=["DeepseekV2ForCausalLM"], attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001)
+        | dict(auto_map={"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, bos_token_id=100000, eos_token_id=100001)
+        | dict(first_k_dense_replace=1, hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=10944)
+        | dict(kv_lora_rank=512, max_position_embeddings=163840, model_type="deepseek_v2", moe_intermediate_size=1408)
+        | dict(moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False)
+        | dict(num_attention_heads=16, num_experts_per_tok=6, num_hidden_layers=27, num_key_value_heads=16)
+        | dict(pretraining_tp=1, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-06)
+        | dict(rope_scaling={**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, rope_theta=10000)
+        | dict(routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, tie_word_embeddings=False, topk_group=1)
+        | dict(topk_method="greedy", torch_dtype="bfloat16", use_cache=True, v_head_dim=128, vocab_size=102400),
+        {"experts.count": 64, "experts.shared_ffn": 2816, "experts.router_normalize": False, "attention.latent.q_rank": None, "attention.score_scale": 192**-0.5 * (0.1 * 0.707 * log(40) + 1) * (0.1 * 0.707 * log(40) + 1)},
+    ),
+    "GLM 4.7 Flash": (
+        dict(architectures=["Glm4MoeLiteForCausalLM"], attention_bias=False, attention_dropout=0.0, pad_token_id=154820)
+        | dict(eos_token_id=[154820, 154827, 154829], hidden_act="silu", hidden_size=2048, intermediate_size=10240)
+        | dict(max_position_embeddings=202752, model_type="glm4_moe_lite", moe_intermediate_size=1536, topk_method="noaux_tc")
+        | dict(norm_topk_prob=True, num_attention_heads=20, n_group=1, topk_group=1, n_routed_experts=64, n_shared_experts=1)
+        | dict(routed_scaling_factor=1.8, num_experts_per_tok=4, first_k_dense_replace=1, num_hidden_layers=47)
+        | dict(num_key_value_heads=20, num_nextn_predict_layers=1, partial_rotary_factor=1.0, rms_norm_eps=1e-05)
+        | dict(rope_scaling=None, rope_theta=1000000, tie_word_embeddings=False, dtype="bfloat16", q_lora_rank=768)
+        | dict(kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, vocab_size=154880),
+        {"experts.count": 64, "experts.pattern": ["dense", *["experts"] * 46], "attention.latent.value_dim": 256, "attention.score_scale": None, "rope.base": 1e6},
     ),
 }  # fmt: skip
 """config.json as the models' authors publish it."""

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface import families
+from hpclm.interop.huggingface import deepseek, families
 from tests.interop import made
 from tests.interop.test_huggingface import louder, peer, peer_logits, swept
 
@@ -30,6 +30,11 @@ PADS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 ERNIE = dict(moe_num_experts=6, moe_k=2, moe_intermediate_size=32)
 SIGMOID = dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=3, moe_intermediate_size=32)
 GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.5)
+LATENT = dict(
+    num_key_value_heads=6, kv_lora_rank=24, q_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10
+)
+DEEPSEEK = dict(**LATENT, **SIGMOID, first_k_dense_replace=1, **GROUPS)
+DEEPSEEK2 = {**LATENT, **SIGMOID, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
 QWEN3_MOE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
 THEIRS = {
     "Llama 3.1": ("Llama", dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),
@@ -263,6 +268,35 @@ THEIRS = {
             rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=1.0),
         ),
     ),
+    "DeepSeek V3": ("DeepseekV3", DEEPSEEK),
+    "DeepSeek V3, YaRN, biases, tied": (
+        "DeepseekV3",
+        dict(
+            **{**DEEPSEEK, "n_shared_experts": 2, "norm_topk_prob": False},
+            attention_bias=True,
+            tie_word_embeddings=True,
+            rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+        ),
+    ),
+    "DeepSeek V3, queries whole, values wide, one scale of YaRN": (
+        "DeepseekV3",
+        dict(
+            **{**DEEPSEEK, "q_lora_rank": None, "v_head_dim": 24, "rms_norm_eps": 1e-4},
+            attention_bias=True,
+            rope_parameters={**YARN, "mscale_all_dim": 1.0},
+        ),
+    ),
+    "DeepSeek V3, no experts": ("DeepseekV3", {**DEEPSEEK, "first_k_dense_replace": 4}),
+    "DeepSeek V2": ("DeepseekV2", dict(**DEEPSEEK2, rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 0.7})),
+    "DeepSeek V2 Lite": ("DeepseekV2", {**DEEPSEEK2, "q_lora_rank": None, "attention_bias": True, "n_group": 1}),
+    "DeepSeek V2, all groups": (
+        "DeepseekV2",
+        dict(**DEEPSEEK2, topk_method="group_limited_greedy", n_group=4, topk_group=4, num_hidden_layers=2),
+    ),
+    "GLM 4.7 Flash": (
+        "Glm4MoeLite",
+        dict(**LATENT, **SIGMOID, mlp_layer_types=["sparse", "dense", "dense", "sparse"], attention_bias=True),
+    ),
 }
 
 
@@ -338,6 +372,7 @@ def test_scaled_positions_that_norms_after_the_rotation_undo_are_refused(tmp_pat
 
 MTP = {
     "GLM 4.5": ["layers.4.eh_proj.weight", "layers.4.mlp.experts.0.up_proj.weight"],
+    "DeepSeek V3": ["layers.4.eh_proj.weight", "layers.4.self_attn.kv_b_proj.weight"],
     "ERNIE 4.5": ["mtp_block.0.input_layernorm.weight", "mtp_linear_proj.0.weight"],
 }
 
@@ -372,6 +407,39 @@ def test_an_export_in_bf16_keeps_the_bias_of_the_choice_of_experts(tmp_path, tra
     tensors = load_file(tmp_path / "back/model.safetensors")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(tensors[name], there.state_dict()[name]) and tensors["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind, name", [("DeepSeek V3", "DeepseekV3"), ("GLM 4.7 Flash", "Glm4MoeLite")])
+def test_latent_attention_that_rotates_halves_goes_back_as_one_that_rotates_pairs(kind, name, tmp_path, transformers):
+    there = saved(transformers, kind, tmp_path / "pairs")
+    there.config.rope_interleave = False
+    there.save_pretrained(tmp_path / "halves")
+    main([str(tmp_path / "pairs"), str(tmp_path / "pairs_run")])
+    main([str(tmp_path / "halves"), str(tmp_path / "run")])
+    logits = peer_logits(there)
+    made.close(made.logits(tmp_path / "run"), logits)
+    assert (made.logits(tmp_path / "pairs_run") - logits).abs().max() > 0.1
+    main([str(tmp_path / "run"), str(tmp_path / "back")])
+    back = peer(tmp_path / "back")
+    assert type(back).__name__ == f"{name}ForCausalLM" and back.config.rope_interleave
+    made.close(peer_logits(back), logits)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path, transformers):
+    there = saved(transformers, "DeepSeek V3, YaRN, biases, tied", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "kimi_k2"}))
+    main([str(tmp_path / "hf"), str(tmp_path / "run")])
+    made.close(made.logits(tmp_path / "run"), peer_logits(there))
+
+
+LATENT_FAMILIES = [*deepseek.ALL_FAMILIES, deepseek.KIMI]
+
+
+@pytest.mark.parametrize("family", [family for family in families.FAMILIES.values() if family not in LATENT_FAMILIES])
+def test_every_other_class_refuses_latent_attention_by_name(family):
+    config = ModelConfig.of({**made.LLAMA, "attention.head_dim": 8, "attention.latent.kv_rank": 24})
+    assert "model.attention.latent.kv_rank=24, which it does not support" in family.obstacles(config)
 
 
 IGNORED = {**YARN, "attn_factor": 0.9}
@@ -443,12 +511,72 @@ REFUSED = {
         "topk_group=0 must be a whole number",
     ),
     "GLM, no groups": ("glm4_moe", dict(head_dim=16, n_group=0), "n_group=0 must be a whole number"),
+    "DeepSeek V3, fewer heads of keys": (
+        "deepseek_v3",
+        {**DEEPSEEK, "num_key_value_heads": 2},
+        "num_key_value_heads=2, but latent attention needs num_attention_heads=6",
+    ),
+    "DeepSeek V3, another width": (
+        "deepseek_v3",
+        dict(**DEEPSEEK, head_dim=20),
+        "head_dim=20, but this class needs qk",
+    ),
+    "DeepSeek V3, usual attention": (
+        "deepseek_v3",
+        {**DEEPSEEK, "kv_lora_rank": 0},
+        "kv_lora_rank=0 must be a whole number of at least 1",
+    ),
+    "DeepSeek V3, softmax": (
+        "deepseek_v3",
+        dict(**DEEPSEEK, scoring_func="softmax"),
+        "scoring_func=softmax, but hpclm supports sigmoid",
+    ),
+    "DeepSeek V3, every second layer": ("deepseek_v3", dict(**DEEPSEEK, moe_layer_freq=2), "moe_layer_freq=2, but"),
+    "DeepSeek V3, a scale without YaRN": (
+        "deepseek_v3",
+        dict(**DEEPSEEK, rope_scaling={**LINEAR, "mscale_all_dim": 1.0}),
+        "rope_scaling.mscale_all_dim with rope_type=linear, but hpclm supports it only with yarn",
+    ),
+    "DeepSeek V3, a part of each head": (
+        "deepseek_v3",
+        dict(**DEEPSEEK, rope_parameters={**PLAIN, "partial_rotary_factor": 0.5}),
+        r"model\.rope\.fraction=0\.5, which DeepseekV3ForCausalLM",
+    ),
+    "DeepSeek V3, no groups": ("deepseek_v3", {**DEEPSEEK, "topk_group": 0}, "topk_group=0 must be a whole number"),
+    "DeepSeek V2, groups by their best score": (
+        "deepseek_v2",
+        dict(**DEEPSEEK2, topk_method="group_limited_greedy", n_group=4, topk_group=2),
+        "topk_method=group_limited_greedy with n_group=4: it chooses topk_group=2 groups by the best score of each",
+    ),
+    "DeepSeek V2, groups of an unknown number": (
+        "deepseek_v2",
+        dict(**DEEPSEEK2, topk_method="group_limited_greedy"),
+        "topk_method=group_limited_greedy with n_group=None",
+    ),
+    "DeepSeek V2, V3's choice": ("deepseek_v2", dict(**DEEPSEEK2, topk_method="noaux_tc"), "topk_method=noaux_tc, but"),
+    "DeepSeek V2, normalised": ("deepseek_v2", dict(**DEEPSEEK2, norm_topk_prob=True), "norm_topk_prob=true, but"),
+    "DeepSeek V2, biases of MLPs": (
+        "deepseek_v2",
+        dict(**DEEPSEEK2, mlp_bias=True),
+        "mlp_bias=true, but hpclm supports",
+    ),
+    "GLM 4.7 Flash, kinds of layers": (
+        "glm4_moe_lite",
+        dict(**LATENT, **SIGMOID, mlp_layer_types=["dense"]),
+        "hpclm has dense and sparse, one for each of 4 layers",
+    ),
+    "GLM 4.7 Flash, dense layers that its class does not read": (
+        "glm4_moe_lite",
+        dict(**LATENT, **SIGMOID, first_k_dense_replace=2),
+        "first_k_dense_replace=2, but mlp_layer_types=",
+    ),
 }
 
 
 LACKS = {
-    "latent attention": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_linear glm4_moe_lite glm_moe_dsa longcat_flash axk1",
-    "state-space, linear-attention or convolution layers": "jamba bamba granitemoehybrid qwen3_next lfm2_moe falcon_h1 mamba2",
+    "another form of latent attention": "longcat_flash axk1",
+    "attention to tokens that an indexer chooses": "deepseek_v32 glm_moe_dsa",
+    "state-space, linear-attention or convolution layers": "kimi_linear jamba bamba granitemoehybrid qwen3_next lfm2_moe falcon_h1 mamba2",
     "gates on the results of attention": "afmoe",
     "a gate on the shared experts": "qwen2_moe",
     "sparse mixer": "phimoe",

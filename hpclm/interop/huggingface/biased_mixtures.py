@@ -140,14 +140,24 @@ SIGMOID_KEYS = {
 }
 
 
-def sigmoid(tree: Json) -> dict[str, Any]:
-    """Settings common to dots1 and GLM 4.5: the first layers are dense, the others have experts chosen by sigmoids in groups."""
+def first_dense(tree: Json) -> dict[str, Any]:
+    """The layers with experts, which are those after the first ones, and the shared experts."""
     dense = tree["first_k_dense_replace"]
     if type(dense) is not int or dense < 0:
         raise ConfigError(f"first_k_dense_replace={dense} must be a whole number of at least 0")
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     settings = shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
-    settings |= expert_weights.mlp_pattern([i >= dense for i in range(count)])
+    return settings | expert_weights.mlp_pattern([i >= dense for i in range(count)])
+
+
+def sigmoid(tree: Json) -> dict[str, Any]:
+    """Settings common to dots1 and GLM 4.5: the first layers are dense, the others have experts chosen by sigmoids in groups."""
+    return first_dense(tree) | grouped(tree)
+
+
+def grouped(tree: Json) -> dict[str, Any]:
+    """Settings of a router with groups."""
+    settings: dict[str, Any] = {}
     for ours in ("experts.router_groups", "experts.router_top_groups"):
         key = SIGMOID_KEYS[ours]
         groups = tree[key]

@@ -10,6 +10,8 @@ SIGMOID: Keys = dict(moe_intermediate_size=1408, n_group=1, topk_group=1, routed
 MULTIPLIERS: Keys = dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
 )
+LATENT: Keys = dict(attention_bias=False, n_shared_experts=2, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64)
+LATENT |= dict(qk_nope_head_dim=128, v_head_dim=128)
 SLIDING: Keys = dict(sliding_window=4096, layer_types=None)
 CAPPED: Keys = dict(final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
 
@@ -261,6 +263,56 @@ DEFAULTS: dict[str, Keys] = {
         use_qk_norm=False,
         **SIGMOID,
     ),
+    "deepseek_v3": _llama(
+        (129280, 7168, 18432, 61, 128),
+        4096,
+        **{**LATENT, "num_key_value_heads": 128, "n_shared_experts": 1},
+        n_routed_experts=256,
+        moe_intermediate_size=2048,
+        num_experts_per_tok=8,
+        first_k_dense_replace=3,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        rope_interleave=True,
+    ),
+    "deepseek_v2": _llama(
+        (102400, 4096, 11008, 32, 32),
+        2048,
+        **LATENT,
+        head_dim=None,
+        n_routed_experts=64,
+        moe_intermediate_size=1407,
+        num_experts_per_tok=None,
+        first_k_dense_replace=0,
+        n_group=None,
+        topk_group=None,
+        topk_method="greedy",
+        routed_scaling_factor=1.0,
+    ),
+    "glm4_moe_lite": _llama(
+        (154880, 2048, 10240, 47, 20),
+        202752,
+        **{
+            **LATENT,
+            "num_key_value_heads": 20,
+            "n_shared_experts": 1,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+        },
+        n_routed_experts=64,
+        moe_intermediate_size=1536,
+        num_experts_per_tok=4,
+        mlp_layer_types=None,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.8,
+        rope_interleave=True,
+    ),
     "internlm3": COMMON  # not in transformers: config.json must give its sizes
     | BIASES
     | dict(hidden_act="silu", head_dim=128, num_key_value_heads=2, max_position_embeddings=32768, rms_norm_eps=1e-5),
@@ -286,6 +338,9 @@ NULLABLE = {
     "gpt_oss": "sliding_window",
     "ernie4_5_moe": "num_key_value_heads moe_k moe_num_experts moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval",
     "dots1": "num_key_value_heads n_group topk_group first_k_dense_replace norm_topk_prob attention_dropout sliding_window max_window_layers",
+    "deepseek_v3": "num_key_value_heads q_lora_rank v_head_dim n_group topk_group num_experts_per_tok first_k_dense_replace norm_topk_prob rope_interleave attention_dropout",
+    "deepseek_v2": "q_lora_rank topk_method attention_dropout",
+    "glm4_moe_lite": "q_lora_rank",
     "internlm3": "num_key_value_heads head_dim",
 }
 """Keys that may be null although their default is another value."""

@@ -10,6 +10,8 @@ from hpclm.interop.huggingface import (
     biased_mixtures,
     bloom_neox,
     custom,
+    deepseek,
+    fp8_blocks,
     gemma,
     glm_phi,
     gpt2,
@@ -26,10 +28,10 @@ from hpclm.interop.rules import without
 
 OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
 NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
-EXPERTS = (*mixtures.ALL_FAMILIES, *biased_mixtures.ALL_FAMILIES)
+EXPERTS = (*mixtures.ALL_FAMILIES, *biased_mixtures.ALL_FAMILIES, *deepseek.ALL_FAMILIES)
 WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *EXPERTS)
 """Classes for an export, in the order they are tried in."""
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, custom.FAMILY)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, deepseek.KIMI, custom.FAMILY)}
 
 
 def of_network(config: ModelConfig) -> Family:
@@ -84,10 +86,12 @@ def of_config(tree: Json) -> Family:
         if lacking:
             problem += f": it has {lacking}, which hpclm lacks"
         raise ConfigError(f"{problem}; hpclm reads {', '.join(FAMILIES)}")
-    family = FAMILIES[kind]
+    family = FAMILIES[kind].form(tree) or FAMILIES[kind]
     wrong = family.problems(tree)
-    if tree.get("quantization_config") is not None:
-        wrong.append("its weights are quantized, but hpclm reads only fp32, bf16 and fp16")
+    if tree.get("quantization_config") is not None and fp8_blocks.size(tree) is None:
+        wrong.append(
+            "its weights are quantized, but hpclm reads only fp32, bf16, fp16, and fp8 with a scale for each block"
+        )
     if wrong:
         raise ConfigError(wrong)
     return family

@@ -48,12 +48,23 @@ ELSEWHERE = """
 """Settings that do not affect the choice of a class, or that are checked separately."""
 DIVIDED = {
     f"{name}ForCausalLM"
-    for name in ("Llama", "Arcee", "Gemma2", "Gemma3", "VaultGemma", "Cwm", "HyperCLOVAX", "Jais2", "InternLM3")
+    for name in (
+        "Llama",
+        "Arcee",
+        "Gemma2",
+        "Gemma3",
+        "VaultGemma",
+        "Cwm",
+        "HyperCLOVAX",
+        "Jais2",
+        "InternLM3",
+        "DeepseekV2",
+    )
 }
 """Classes that refuse a hidden size that is not a multiple of the number of heads, even if head_dim is set."""
 DERIVED = ("ffn", "attention.kv_heads", "attention.dropout")
 """Settings that take a default if config.json has null."""
-DIVISORS = "layers hidden attention.heads attention.kv_heads attention.head_dim ffn context vocab_size"
+DIVISORS = "layers hidden attention.heads attention.kv_heads attention.head_dim attention.latent.kv_rank ffn context vocab_size"
 DEFAULTS = dict(leaves(ModelConfig()))
 
 
@@ -95,6 +106,8 @@ class Family:
     """Further features of a config.json that hpclm does not support."""
     remark: Callable[[Json], str | None] = lambda tree: None
     """A warning about a config.json."""
+    form: Callable[[Json], "Family | None"] = lambda tree: None
+    """The class as a config.json describes it, if its weights or its keys depend on other keys."""
     shape: Callable[[Json], dict[str, Any]] = lambda tree: {}
     """Settings that depend on several keys of a config.json; ConfigError for features that hpclm lacks."""
     covers: tuple[str, ...] = ()
@@ -114,7 +127,8 @@ class Family:
         derived = {
             "ffn": config.ffn_width,
             "attention.kv_heads": config.attention.groups,
-            "attention.head_dim": config.head_width,
+            "attention.head_dim": config.head_dim,
+            "attention.latent.value_dim": config.value_width,
             "experts.ffn": config.expert_width,
             "activation": names.get(config.activation, config.activation),
         }

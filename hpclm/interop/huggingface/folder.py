@@ -19,12 +19,12 @@ from hpclm.config.reading import json_object
 from hpclm.data.tokenizers import files_of_run
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
-from hpclm.interop.huggingface import card, custom, families, shards, tokenizer
+from hpclm.interop.huggingface import card, custom, families, fp8_blocks, shards, tokenizer
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.huggingface.shards import Reader
 from hpclm.interop.rules import ConversionRule, first_few
-from hpclm.interop.run import RunCheckpoint, fresh
+from hpclm.interop.run import RunCheckpoint, TensorSource, fresh
 from hpclm.node.hardware import TYPES
 from hpclm.preprocess import run_text, special_tokens
 from hpclm.preprocess.chat import TEMPLATE
@@ -137,7 +137,7 @@ def _write(path: Path, tree: dict[str, Any]) -> None:
 class Prefixed:
     """The tensors of a folder. If it contains the model without its head, they are renamed as in a model with a head."""
 
-    def __init__(self, reader: Reader, family: Family, config: ModelConfig, left_out: Collection[str] = ()):
+    def __init__(self, reader: TensorSource, family: Family, config: ModelConfig, left_out: Collection[str] = ()):
         there = {name for name in reader.names() if not name.endswith(family.buffers or ("\0",))} - {*left_out}
         bare = not any(name.startswith(family.prefix) for name in there)
         self._reader = reader
@@ -192,7 +192,7 @@ def import_folder(
     except ConfigError as error:
         lines = [SETTING.sub(lambda name: theirs.get(name[0], name[0]), line) for line in error.problems]
         raise run.located(ConfigError(lines), folder / "config.json") from None
-    reader = Reader(folder, pickle)
+    reader = fp8_blocks.dequantized(Reader(folder, pickle), tree)
     left_out = sorted(name for name in reader.names() if family.left_out(tree, name))
     if left_out:
         log.warning("multi-token prediction, which hpclm does not train, is left out: %s", first_few(left_out))

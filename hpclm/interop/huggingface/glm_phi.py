@@ -26,9 +26,12 @@ TURNED = {name: values for name, values in llama.LLAMA.needs.items() if name != 
 
 def interleaved(config: ModelConfig) -> torch.Tensor:
     """For each feature of our heads, its index in a GLM's head. A GLM rotates pairs of neighbours, hpclm pairs from the two halves."""
-    half = config.rotated // 2
-    pairs = torch.arange(config.rotated).view(half, 2).t().flatten()
-    return torch.cat([pairs, torch.arange(config.rotated, config.head_width)])
+    return torch.cat([pairs(config.rotated), torch.arange(config.rotated, config.head_width)])
+
+
+def pairs(count: int) -> torch.Tensor:
+    """For each of our ``count`` rotated features, its index in a class that rotates pairs of neighbours."""
+    return torch.arange(count).view(-1, 2).t().flatten()
 
 
 def glm4_rules(config: ModelConfig) -> Iterable[ConversionRule]:

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-LATENT = "latent attention (keys and values made of one small vector)"
+LATENT = "another form of latent attention than DeepSeek V2 and V3"
 RECURRENT = "state-space, linear-attention or convolution layers"
 EXPERTS = "another form of experts"
 LACKING = {
-    LATENT: """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 kimi_linear glm4_moe_lite glm_moe_dsa longcat_flash
-        mistral4 minicpm3 youtu sarvam_mla""",
-    RECURRENT: """jamba bamba granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe falcon_h1 falcon_mamba mamba mamba2 zamba
+    LATENT: "longcat_flash mistral4 minicpm3 youtu sarvam_mla",
+    "attention to tokens that an indexer chooses": "deepseek_v32 deepseek_v4 glm_moe_dsa",
+    "images": "kimi_k25",
+    RECURRENT: """kimi_linear jamba bamba granitemoehybrid qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe falcon_h1 falcon_mamba mamba mamba2 zamba
         zamba2 nemotron_h olmo_hybrid minimax bailing_hybrid recurrent_gemma rwkv xlstm""",
     "gates on the results of attention": "afmoe step3p5 step3p7",
     "a gate on the shared experts": "qwen2_moe",

@@ -95,10 +95,14 @@ def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
     return replace(rule, split=split, join=join)
 
 
-def rows_reordered(ours: str, theirs: str, order: Tensor) -> ConversionRule:
-    """Rule for one tensor; in each group of len(``order``) rows, theirs[``order``] are ours."""
+def rows_reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
+    """``rule`` for one tensor with another order of rows there: in each group of len(``order``) rows, theirs[``order``] equal ours."""
     back = order.argsort()
-    return ConversionRule(ours, (theirs,), lambda x: [_permuted(x, back)], lambda tensors: _permuted(tensors[0], order))
+
+    def split(x: Tensor) -> list[Tensor]:
+        return [_permuted(part, back) for part in rule.split(x)]
+
+    return replace(rule, split=split, join=lambda tensors: _permuted(rule.join(tensors), order))
 
 
 def _permuted(x: Tensor, order: Tensor) -> Tensor:

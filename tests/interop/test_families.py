@@ -568,7 +568,7 @@ REFUSED = {
     "GLM 4.7 Flash, dense layers that its class does not read": (
         "glm4_moe_lite",
         dict(**LATENT, **SIGMOID, first_k_dense_replace=2),
-        "first_k_dense_replace=2, but mlp_layer_types=",
+        "first_k_dense_replace=2, but this class reads mlp_layer_types=",
     ),
 }
 

@@ -51,8 +51,11 @@ def test_each_block_is_multiplied_by_its_scale_at_edges_too(shape):
 
 MATRIX, SCALES, _ = drawn(130, 300)
 WRONG = {
-    "no scales": ({"w": MATRIX}, "w is torch.float8_e4m3fn, but only fp8 weights have scales"),
-    "not fp8": ({"w": MATRIX.float(), "w_scale_inv": SCALES}, "w is torch.float32, but only fp8 weights have scales"),
+    "no scales": ({"w": MATRIX}, "w is torch.float8_e4m3fn, but fp8 weights, and only these, need scales"),
+    "not fp8": (
+        {"w": MATRIX.float(), "w_scale_inv": SCALES},
+        "w is torch.float32, but fp8 weights, and only these, need scales",
+    ),
     "fewer": (
         {"w": MATRIX, "w_scale_inv": SCALES[:, :2]},
         r"w_scale_inv has shape \(2, 2\), which does not fit \(130, 300\) in blocks of 128 x 128",

@@ -14,7 +14,7 @@ from hpclm.config.rope import parsed
 from hpclm.interop.huggingface import biased_mixtures, expert_weights, llama, shape
 from hpclm.interop.huggingface.family import Family, Json
 from hpclm.interop.huggingface.glm_phi import pairs
-from hpclm.interop.rules import LOGICAL, ConversionRule, rows_reordered
+from hpclm.interop.rules import ConversionRule, changed, rows_reordered
 from hpclm.model.position import mscale
 
 MODULES = {
@@ -25,8 +25,6 @@ MODULES = {
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.kv_b": "self_attn.kv_b_proj",
 }
-WHOLE_QUERIES = {"attention.q_b": "self_attn.q_proj"}
-"""The name without q_lora_rank."""
 KEYS = {
     **{ours: key for ours, key in llama.LLAMA.keys.items() if ours != "attention.kv_heads"},
     "attention.head_dim": "qk_nope_head_dim",
@@ -40,27 +38,28 @@ READ = f"{shape.ROPE} attention_bias num_key_value_heads head_dim first_k_dense_
 UNREAD = "auto_map pretraining_tp ep_size aux_loss_alpha seq_aux qk_head_dim output_router_logits"
 
 
-def rules(config: ModelConfig, interleave: bool = True) -> Iterator[ConversionRule]:
-    """The conversion rule of each weight. ``interleave``: they rotate pairs of neighbours, and we the two halves."""
+def rules(config: ModelConfig, interleave: bool = True) -> Iterable[ConversionRule]:
+    """The conversion rule of each weight. ``interleave``: the class rotates pairs of neighbours, hpclm pairs from the two halves."""
     latent = config.attention.latent
-    order = pairs(latent.rope_dim)
-    unrotated = {"attention.q_b": config.head_dim, "attention.kv_a": latent.kv_rank}
-    for rule in expert_weights.rules(config, more=MODULES if latent.q_rank else {**MODULES, **WHOLE_QUERIES}):
-        match = LOGICAL.fullmatch(rule.ours)
-        assert match is not None
-        first = unrotated.get(match[2])
-        if first is None or not interleave:
-            yield rule
-        else:
-            rows = torch.cat([torch.arange(first), first + order])
-            yield rows_reordered(rule.ours, rule.theirs[0], rows)
+    modules = MODULES
+    if latent.q_rank is None:
+        modules = MODULES | {"attention.q_b": "self_attn.q_proj"}
+    rules = expert_weights.rules(config, more=modules)
+    if not interleave:
+        return rules
+    for part, first in {".attention.q_b.": config.head_dim, ".attention.kv_a.": latent.kv_rank}.items():
+        order = torch.cat([torch.arange(first), first + pairs(latent.rope_dim)])
+        rules = changed(rules, part, partial(rows_reordered, order=order))
+    return rules
 
 
 def score_scale(width: int, scaling: Mapping[str, Any]) -> float:
-    """The factor of scores of queries of this ``width``: YaRN's mscale_all_dim changes it."""
-    weight = scaling.get("mscale_all_dim")
-    root = mscale(scaling.get("factor", 1.0), weight) if weight else 1.0
-    return width**-0.5 * root * root
+    """The factor of the scores of queries of this ``width``, which YaRN's mscale_all_dim changes."""
+    scale = width**-0.5
+    if "mscale_all_dim" not in scaling or "factor" not in scaling:
+        return scale
+    factor = mscale(scaling["factor"], scaling["mscale_all_dim"])
+    return scale * factor * factor
 
 
 def attention(tree: Json) -> dict[str, Any]:
@@ -82,7 +81,7 @@ def described_attention(config: ModelConfig) -> dict[str, Any]:
 
 
 def wrong(tree: Json) -> Iterator[str]:
-    """Keys that say twice what others say, and a scaling that changes scores without YaRN."""
+    """Keys that contradict others, and a scaling that changes scores without YaRN."""
     heads = tree["num_attention_heads"]
     if tree["num_key_value_heads"] not in (None, heads):
         yield f"num_key_value_heads={tree['num_key_value_heads']}, but latent attention needs num_attention_heads={heads}"
@@ -103,8 +102,7 @@ def more(config: ModelConfig) -> Iterator[str]:
     needed = score_scale(config.head_width, shape.scaling(config))
     given = config.attention.score_scale
     if not math.isclose(given or config.head_width**-0.5, needed, rel_tol=1e-6):
-        shown = "null" if given is None else given
-        yield f"model.attention.score_scale={shown}, but it needs {needed} with this model.rope.scaling"
+        yield f"model.attention.score_scale={shape.as_json(given)}, but it needs {needed} with this model.rope.scaling"
 
 
 V3_ONLY = {"experts.router_choice_bias": (True,), "experts.router_score": ("sigmoid",)}
@@ -112,13 +110,21 @@ SIGMOID = dict(scoring_func="sigmoid", topk_method="noaux_tc")
 """Keys that transformers does not read, but other programs do."""
 
 
-def of_sigmoid(tree: Json) -> Family:
-    """DeepSeek V3 as a config.json describes it: some have no experts, or rotate halves."""
+def rotating(family: Family, tree: Json) -> Family:
+    """``family`` with the weights that a config.json describes: some rotate halves."""
+    if family.completed(tree)["rope_interleave"]:
+        return family
+    return replace(family, rules=partial(rules, interleave=False))
+
+
+def v3_form(family: Family, tree: Json) -> Family:
+    """DeepSeek V3 as a config.json describes it: without experts, if all layers are dense."""
     tree = V3.completed(tree)
     dense = tree["first_k_dense_replace"]
     layers = tree["num_hidden_layers"]
-    family = DENSE if type(dense) is type(layers) is int and dense >= layers > 0 else V3
-    return family if tree["rope_interleave"] else replace(family, rules=partial(rules, interleave=False))
+    if type(dense) is type(layers) is int and dense >= layers > 0:
+        return rotating(DENSE, tree)
+    return rotating(V3, tree)
 
 
 V3 = replace(
@@ -135,7 +141,7 @@ V3 = replace(
         | SIGMOID
         | dict(rope_interleave=True, num_nextn_predict_layers=0)
     ),
-    form=of_sigmoid,
+    form=v3_form,
     shape=lambda tree: attention(tree) | biased_mixtures.sigmoid(tree),
     covers=(*llama.LLAMA.covers, *biased_mixtures.SPLIT, "attention.score_scale"),
     read=f"{READ} num_nextn_predict_layers rope_interleave",
@@ -198,7 +204,7 @@ V2 = replace(
         | biased_mixtures.described_sigmoid(config)
         | dict(scoring_func="softmax", topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False)
     ),
-    form=lambda tree: None,
+    form=lambda family, tree: family,
     shape=lambda tree: attention(tree) | biased_mixtures.first_dense(tree),
     read=f"{READ} n_group topk_group",
     left_out=lambda tree, name: False,
@@ -211,14 +217,14 @@ def glm_lite(tree: Json) -> dict[str, Any]:
     count = max(1, shape.whole(tree, "num_hidden_layers"))
     types = tree["mlp_layer_types"]
     if types is None:
-        types = ["dense", *["sparse"] * (count - 1)]
+        types = ["dense" if i == 0 else "sparse" for i in range(count)]
     if not isinstance(types, list) or len(types) != count or any(kind not in ("dense", "sparse") for kind in types):
         raise ConfigError(f"mlp_layer_types={types}: hpclm has dense and sparse, one for each of {count} layers")
-    dense = tree.get("first_k_dense_replace", types.index("sparse") if "sparse" in types else count)
-    if types != [*["dense"] * dense, *["sparse"] * (count - dense)] and "first_k_dense_replace" in tree:
-        raise ConfigError(f"first_k_dense_replace={dense}, but mlp_layer_types={types}, which this class reads")
     settings = biased_mixtures.shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
     settings |= expert_weights.mlp_pattern([kind == "sparse" for kind in types])
+    dense = tree.get("first_k_dense_replace")
+    if dense is not None and biased_mixtures.first_dense(tree) != settings:
+        raise ConfigError(f"first_k_dense_replace={dense}, but this class reads mlp_layer_types={types}")
     return attention(tree) | settings | biased_mixtures.grouped(tree)
 
 
@@ -230,19 +236,12 @@ def described_glm_lite(config: ModelConfig) -> dict[str, Any]:
     return described_attention(config) | shared | SIGMOID | settings
 
 
-def of_glm_lite(tree: Json) -> Family | None:
-    """GLM 4.7 Flash as a config.json describes it: it may rotate halves."""
-    if GLM_LITE.completed(tree)["rope_interleave"]:
-        return None
-    return replace(GLM_LITE, rules=partial(rules, interleave=False))
-
-
 GLM_LITE = replace(
     V3,
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
     constant=described_glm_lite,
-    form=of_glm_lite,
+    form=rotating,
     shape=glm_lite,
     read=f"{V3.read} mlp_layer_types",
     more=lambda config: [*more(config), *biased_mixtures.more(config)],

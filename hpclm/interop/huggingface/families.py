@@ -86,7 +86,7 @@ def of_config(tree: Json) -> Family:
         if lacking:
             problem += f": it has {lacking}, which hpclm lacks"
         raise ConfigError(f"{problem}; hpclm reads {', '.join(FAMILIES)}")
-    family = FAMILIES[kind].form(tree) or FAMILIES[kind]
+    family = FAMILIES[kind].form(FAMILIES[kind], tree)
     wrong = family.problems(tree)
     if tree.get("quantization_config") is not None and fp8_blocks.size(tree) is None:
         wrong.append(

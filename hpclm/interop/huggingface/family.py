@@ -46,22 +46,8 @@ ELSEWHERE = """
     vocab_size vocab_multiple dropout attention.dropout init_std kernels attention.kernel tied attention.kv_heads ffn attention.head_dim
     hidden attention.heads layers context"""
 """Settings that do not affect the choice of a class, or that are checked separately."""
-DIVIDED = {
-    f"{name}ForCausalLM"
-    for name in (
-        "Llama",
-        "Arcee",
-        "Gemma2",
-        "Gemma3",
-        "VaultGemma",
-        "Cwm",
-        "HyperCLOVAX",
-        "Jais2",
-        "InternLM3",
-        "DeepseekV2",
-    )
-}
-"""Classes that refuse a hidden size that is not a multiple of the number of heads, even if head_dim is set."""
+DIVIDED = "Llama Arcee Gemma2 Gemma3 VaultGemma Cwm HyperCLOVAX Jais2 InternLM3 DeepseekV2"
+"""Classes (…ForCausalLM) that refuse a hidden size that is not a multiple of the number of heads, even if head_dim is set."""
 DERIVED = ("ffn", "attention.kv_heads", "attention.dropout")
 """Settings that take a default if config.json has null."""
 DIVISORS = "layers hidden attention.heads attention.kv_heads attention.head_dim attention.latent.kv_rank ffn context vocab_size"
@@ -106,8 +92,8 @@ class Family:
     """Further features of a config.json that hpclm does not support."""
     remark: Callable[[Json], str | None] = lambda tree: None
     """A warning about a config.json."""
-    form: Callable[[Json], "Family | None"] = lambda tree: None
-    """The class as a config.json describes it, if its weights or its keys depend on other keys."""
+    form: Callable[["Family", Json], "Family"] = lambda family, tree: family
+    """The class as a config.json describes it, if its rules or its keys depend on other keys."""
     shape: Callable[[Json], dict[str, Any]] = lambda tree: {}
     """Settings that depend on several keys of a config.json; ConfigError for features that hpclm lacks."""
     covers: tuple[str, ...] = ()
@@ -187,7 +173,7 @@ class Family:
             reasons.append(
                 f"model.attention.head_dim={config.attention.head_dim}, but it needs model.hidden / model.attention.heads"
             )
-        if self.architecture in DIVIDED and config.hidden % config.attention.heads:
+        if self.architecture.removesuffix("ForCausalLM") in DIVIDED.split() and config.hidden % config.attention.heads:
             reasons.append(
                 f"model.attention.heads={config.attention.heads}, but it needs a divisor of model.hidden={config.hidden}"
             )
@@ -227,7 +213,7 @@ class Family:
         heads = whole.get("num_attention_heads")
         hidden = whole.get("hidden_size")
         if (
-            self.architecture in DIVIDED
+            self.architecture.removesuffix("ForCausalLM") in DIVIDED.split()
             and isinstance(heads, int)
             and isinstance(hidden, int)
             and heads

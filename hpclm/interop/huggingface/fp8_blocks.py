@@ -28,11 +28,13 @@ def size(tree: Mapping[str, Any]) -> tuple[int, int] | None:
 def dequantized(source: TensorSource, tree: Mapping[str, Any]) -> TensorSource:
     """``source``, with weights multiplied by their scales if config.json says that there are any."""
     block = size(tree)
-    return source if block is None else Dequantized(source, block)
+    if block is None:
+        return source
+    return Dequantized(source, block)
 
 
 class Dequantized:
-    """Tensors of which some are fp8, each of these with scales [blocks, blocks] beside it; read in fp32, one at a time."""
+    """Tensors, read one at a time. Those in fp8 have scales [blocks of rows, blocks of columns] beside them, and are read in fp32."""
 
     def __init__(self, source: TensorSource, block: tuple[int, int]):
         self._source = source
@@ -46,14 +48,14 @@ class Dequantized:
         return self._names
 
     def read(self, name: str) -> Tensor:
-        """The tensor ``name``."""
+        """The tensor ``name``; ConfigError if it and its scales do not fit."""
         tensor = self._source.read(name)
         is_fp8 = tensor.dtype == torch.float8_e4m3fn
         if is_fp8 != (name in self._scaled):
-            raise ConfigError(
-                f"{name} is {tensor.dtype}, but only fp8 weights have scales ({name}{SCALE}), and all have"
-            )
-        return self._multiplied(name, tensor) if is_fp8 else tensor
+            raise ConfigError(f"{name} is {tensor.dtype}, but fp8 weights, and only these, need scales: {name}{SCALE}")
+        if not is_fp8:
+            return tensor
+        return self._multiplied(name, tensor)
 
     def _multiplied(self, name: str, tensor: Tensor) -> Tensor:
         scales = self._source.read(name + SCALE).float()

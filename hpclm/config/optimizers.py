@@ -7,13 +7,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:  # its definition uses this table
-    from hpclm.config.optim import OptimConfig
+from typing import Any, Literal
 
 Where = Literal["weight", "matrix", "everywhere"]
 Shape = Sequence[int]
+Settings = Any
+"""An OptimConfig. It cannot be imported here, because its definition uses this table."""
 EXAMPLES: Sequence[tuple[str, Shape]] = (
     ("block0.mlp.up.weight", (2, 2)),
     ("block0.norm1.weight", (2,)),
@@ -64,13 +63,13 @@ class OptimizerKind:
     """module:name of the function that constructs it from (weights, optim)."""
     summary: str
     """For the documentation of optim.name."""
-    state: "Callable[[str, Shape, OptimConfig], State]"
+    state: Callable[[str, Shape, Settings], State]
     """(name, shape, settings) of a weight -> the tensors of its state, which checkpoints store as ``optim.TENSOR.WEIGHT``."""
     group_state: tuple[str, ...] = ()
     """Names of numbers in a parameter group that each update changes, in the same way on all processes."""
     matrices: Callable[[str, Shape], bool] | None = None
     """Whether one process updates the weight with this name and shape as a whole matrix; None: False for every weight."""
-    cost: "Callable[[OptimConfig, Sequence[tuple[int, int]]], MatrixCost]" = lambda optim, parts: MatrixCost()
+    cost: Callable[[Settings, Sequence[tuple[int, int]]], MatrixCost] = lambda optim, parts: MatrixCost()
     """The cost of a weight that is updated as a whole matrix; ``parts``: the shapes (A, B) of the matrices that it fuses."""
     settings: tuple[str, ...] = ()
     """The settings under ``optim`` that it reads, except those that every optimizer reads."""
@@ -83,12 +82,12 @@ class OptimizerKind:
     offloaded: bool = False
     """Whether it updates weights in CPU memory, and needs engine.offload."""
 
-    def bytes_per_parameter(self, optim: "OptimConfig", example: tuple[str, Shape] = EXAMPLES[0]) -> int:
+    def bytes_per_parameter(self, optim: Settings, example: tuple[str, Shape] = EXAMPLES[0]) -> int:
         """Bytes of state with the weight's shape per parameter of ``example``, by default a block's matrix."""
         name, shape = example
         return 4 * len(tensors_held(self.state(name, shape, optim)))
 
-    def elementwise(self, optim: "OptimConfig") -> bool:
+    def elementwise(self, optim: Settings) -> bool:
         """Whether it can update any slice of a flattened weight without the rest."""
         every = (tensor for name, shape in EXAMPLES for tensor in self.state(name, shape, optim).values())
         return not self.matrices and not self.group_state and all(tensor.where == "weight" for tensor in every)
@@ -99,7 +98,7 @@ def tensors_held(state: State, where: Where = "weight") -> dict[str, StateTensor
     return {name: tensor for name, tensor in state.items() if tensor.where == where}
 
 
-def like_weight(*names: str) -> "Callable[[str, Shape, OptimConfig], State]":
+def like_weight(*names: str) -> Callable[[str, Shape, Settings], State]:
     """The state of an optimizer that keeps these tensors, each with the weight's shape."""
     return lambda name, shape, optim: dict.fromkeys(names, StateTensor(tuple(shape)))
 
@@ -123,14 +122,14 @@ def block_matrix(name: str, shape: Shape) -> bool:
     return dimensions(name, shape) == 2 and name.startswith("block")
 
 
-def momentum(name: str, shape: Shape, optim: "OptimConfig") -> State:
+def momentum(name: str, shape: Shape, optim: Settings) -> State:
     """Muon's momentum for the blocks' matrices, and Adam's moments for the other weights."""
     if block_matrix(name, shape):
         return MOMENTUM(name, shape, optim)
     return MOMENTS(name, shape, optim)
 
 
-def newton_schulz(optim: "OptimConfig", parts: Sequence[tuple[int, int]]) -> MatrixCost:
+def newton_schulz(optim: Settings, parts: Sequence[tuple[int, int]]) -> MatrixCost:
     """The cost of Muon's iterations: X X^T, its square, and their sum times X (Jordan et al. 2024)."""
     values = sum(map(prod, parts))
     element = 2 if optim.newton_schulz_type == "bf16" else 4

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpclm.base.terminal import many
 from hpclm.config import fp8
@@ -14,28 +14,25 @@ from hpclm.config.plan import Plan, Rampup
 from hpclm.config.section import Rule, problems_of
 from hpclm.config.supports import SUPPORTS, unsupported
 
-if TYPE_CHECKING:  # its definition uses these rules
-    from hpclm.config.schema import RunConfig
-
 PIECES = 2
 """Number of pieces of every sequence that a context-parallel process holds."""
 
 
-def _masked(run: "RunConfig") -> bool:
+def _masked(run: Any) -> bool:
     """Whether the settings of the data may mask tokens in the loss."""
     return bool(run.data.eod_mask_loss or run.data.break_mode or run.data.order == "packed")
 
 
-def _unbounded(run: "RunConfig") -> bool:
+def _unbounded(run: Any) -> bool:
     """Whether only budget.hours ends the run, which gives its schedule no length."""
     return run.budget.given == ["hours"] and run.optim.schedule_length is None
 
 
-def _context_multiple(run: "RunConfig") -> int:
+def _context_multiple(run: Any) -> int:
     return int(PIECES * run.parallel.context * run.parallel.tensor)
 
 
-def _undivided(run: "RunConfig") -> Iterator[str]:
+def _undivided(run: Any) -> Iterator[str]:
     model = run.model
     tensor = run.parallel.tensor
     sizes = {"model.attention.heads": model.attention.heads}
@@ -95,7 +92,7 @@ def _with_fp8(broken: Callable[[Any], Any], sentence: str | Callable[[Any], str]
     return Rule(lambda run: broken(run) if run.engine.fp8 is not None else (), sentence)
 
 
-def _odd_widths(run: "RunConfig") -> Iterator[str]:
+def _odd_widths(run: Any) -> Iterator[str]:
     """Widths of matrices that are not multiples of fp8.MULTIPLE."""
     model = run.model
     tensor = run.parallel.tensor
@@ -181,7 +178,7 @@ BETWEEN_SECTIONS = (
 """Rules that do not depend on the number of processes. Every command that reads settings applies them."""
 
 
-def _unmeasured(run: "RunConfig") -> str:
+def _unmeasured(run: Any) -> str:
     """A warning if some steps are saved without an evaluation, because these can never be the best; else empty."""
     saving = run.checkpoint
     measured = run.evaluate.every
@@ -197,7 +194,7 @@ def _unmeasured(run: "RunConfig") -> str:
     return f"{needs}; with {settings} {only}. Set evaluate.every to a divisor of checkpoint.every"
 
 
-def _without_unit(run: "RunConfig") -> bool:
+def _without_unit(run: Any) -> bool:
     """Whether none of the lengths that are measured in optim.unit is set."""
     optim = run.optim
     lengths = (optim.warmup, optim.schedule_length, optim.period, optim.wsd_decay)
@@ -221,7 +218,7 @@ WARNINGS = (
 class Division:
     """A run on a number of processes. A property that a broken rule leaves undefined raises RefusedSettingError."""
 
-    def __init__(self, run: "RunConfig", processes: int):
+    def __init__(self, run: Any, processes: int):
         self.run = run
         self.processes = processes
 

@@ -3,30 +3,26 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hpclm.base.registry import load
 from hpclm.config.checks import RefusedSettingError, assignment
 from hpclm.config.optimizers import OPTIMIZERS
-
-if TYPE_CHECKING:  # their definitions use this table
-    from hpclm.config.engine import EngineConfig, ParallelConfig
-    from hpclm.config.optim import OptimConfig
 
 
 class Asking(Protocol):
     """The settings that FEATURES read: a RunConfig, or an EngineSettings."""
 
     @property
-    def engine(self) -> "EngineConfig":
+    def engine(self) -> Any:
         """The EngineConfig."""
 
     @property
-    def parallel(self) -> "ParallelConfig":
+    def parallel(self) -> Any:
         """The ParallelConfig."""
 
     @property
-    def optim(self) -> "OptimConfig":
+    def optim(self) -> Any:
         """The OptimConfig."""
 
 
@@ -85,17 +81,17 @@ class Supports:
             return self.pipeline_stages
         return self.zero_stages if self.alone else ()
 
-    def divides(self, run: Asking) -> bool:
+    def divides(self, run: Any) -> bool:
         """Whether it supports the run's parallel.pipeline."""
         return bool(self.stages(run.parallel.pipeline))
 
-    def stage(self, run: Asking) -> int:
+    def stage(self, run: Any) -> int:
         """The run's ZeRO stage: engine.zero_stage, or the default."""
         if run.engine.zero_stage is not None:
             return int(run.engine.zero_stage)
         return next(iter(self.stages(run.parallel.pipeline)), 0)
 
-    def optimizers(self, optim: "OptimConfig") -> list[str]:
+    def optimizers(self, optim: Any) -> list[str]:
         """Values of optim.name that the engine supports with the other settings of ``optim``."""
         return [
             name
@@ -198,25 +194,25 @@ class Feature(NamedTuple):
     detail: Callable[[Supports, Any], str] = lambda can, run: ""
     """Further settings on which the support depends, or why an engine does not support it."""
 
-    def lacks(self, can: Supports, run: Asking) -> bool:
+    def lacks(self, can: Supports, run: Any) -> bool:
         """Whether the run asks for it and the engine does not support it; False if it depends on a refused setting."""
         try:
             return bool(self.asked(run) and not self.has(can, run))
         except RefusedSettingError:
             return False
 
-    def sentence(self, can: Supports, run: Asking) -> str:
+    def sentence(self, can: Supports, run: Any) -> str:
         """The message that the engine of the run does not support it."""
         sentence = f"engine {run.engine.name!r} does not support {assignment(run, self.key)}{self.detail(can, run)}"
         instead = self.instead(can, run)
         return f"{sentence}; it supports {instead}" if instead else sentence
 
 
-def _at_stage_of(can: Supports, run: Asking) -> str:
+def _at_stage_of(can: Supports, run: Any) -> str:
     return f" at engine.zero_stage={can.stage(run)}"
 
 
-def _of_pipeline(can: Supports, run: Asking) -> str:
+def _of_pipeline(can: Supports, run: Any) -> str:
     if run.parallel.pipeline == 1:
         return ""
     return f" with {assignment(run, 'parallel.pipeline')}"
@@ -308,7 +304,7 @@ def unsupported(run: Asking, can: Supports) -> list[str]:
     return problems + _more(can, run)
 
 
-def _able(run: Asking) -> Iterator[str]:
+def _able(run: Any) -> Iterator[str]:
     """The engines that support a run's settings, with their ZeRO stage if it is not their default."""
     for name, can in SUPPORTS.items():
         stages = can.stages(run.parallel.pipeline)
@@ -321,7 +317,7 @@ def _able(run: Asking) -> Iterator[str]:
                 break
 
 
-def _at_stage(run: Asking, stage: int) -> Asking:
+def _at_stage(run: Any, stage: int) -> Any:
     """The run with another engine.zero_stage, unchecked."""
     other = copy(run)
     vars(other)["engine"] = copy(run.engine)
@@ -341,14 +337,14 @@ def _stages(stages: Sequence[int]) -> str:
     return f"stage{several} {', '.join(map(str, sorted(stages)))}"
 
 
-def _lacking(name: str, can: Supports, run: Asking) -> str:
+def _lacking(name: str, can: Supports, run: Any) -> str:
     settings = [assignment(run, feature.key) for feature in FEATURES if feature.lacks(can, run)]
     if settings:
         return f"{name} lacks {', '.join(settings)}"
     return f"{name}: {' and '.join(_more(can, run))}"
 
 
-def _more(can: Supports, run: Asking) -> list[str]:
+def _more(can: Supports, run: Any) -> list[str]:
     """The problems of an engine that ``can.more`` finds."""
     if not can.more or not hasattr(run, "for_engine"):
         return []

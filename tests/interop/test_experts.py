@@ -148,7 +148,7 @@ def test_an_imported_model_is_trained_and_goes_back(kind, tmp_path):
         "no sinks": ({**GPT_OSS, "attention.sinks": False}, "GptOssForCausalLM: model.attention.sinks=false, but it needs true"),
         "some windows": ({**QWEN, "attention.pattern": ["window", "full"], "attention.window": 5}, 'model.attention.pattern=["window", "full"]'),
         "positions": ({**EXPERTS, "positions": "alibi", "rope.base": 1e4}, "model.positions=alibi, but it needs rope"),
-        "latent, softmax with a bias": ({**V3, "experts.router_score": "softmax"}, "DeepseekV3ForCausalLM: model.experts.router_score=softmax, but it needs sigmoid"),
+        "latent, softmax with a bias": ({**V3, "experts.router_score": "softmax"}, "Glm4MoeLiteForCausalLM: model.experts.router_score=softmax, but it needs sigmoid"),
         "latent, score scale": ({**V3, "attention.score_scale": 0.5}, "model.attention.score_scale=0.5, but it needs 0.2236"),
         "latent, YaRN without its score scale": ({**V3, "rope.scaling": YARN}, "model.attention.score_scale=null, but it needs 0.2490"),
         "latent, epsilon": ({**V3, "attention.latent.norm_eps": 1e-5}, "model.attention.latent.norm_eps=1e-05, but it needs 1e-06"),

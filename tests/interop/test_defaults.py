@@ -75,7 +75,8 @@ def small(kind):
     tree |= {key: value for key, value in sizes.items() if key in tree}
     tree |= {key: 0.3 for key, value in tree.items() if type(value) is float and "cap" not in key}
     tree |= {key: not value for key, value in DEFAULTS[kind].items() if isinstance(value, bool) and key not in sizes}
-    tree |= {"num_key_value_heads": 6, "head_dim": 64} if kind in LATENT else {}
+    tree |= {"num_key_value_heads": 6} if kind in LATENT else {}
+    tree |= {"head_dim": 64} if kind == "deepseek_v2" else {}
     tree |= {"partial_rotary_factor": 1.0} if kind == "glm4" else {}
     tree |= {"attention_dropout": 0.0} if kind in ("gemma2", "gpt_oss") else {}  # hpclm has none with a cap or sinks
     return tree | base(kind)

@@ -115,5 +115,6 @@ class AttentionConfig(Section, key="model.attention"):
 
     @property
     def needs_scores(self) -> list[str]:
-        """The active settings that change scores or their softmax; cuDNN and FlashAttention do not support them."""
-        return [name for name in ("score_cap", "sinks", "window") if getattr(self, name)]
+        """The active settings that cuDNN and FlashAttention do not support, or not in all their versions."""
+        names = [name for name in ("score_cap", "sinks", "window") if getattr(self, name)]
+        return [*names, "latent.kv_rank"] if self.latent.kv_rank else names

@@ -50,6 +50,7 @@ def test_the_cache_keeps_the_narrow_vector_and_the_shared_key_of_each_token():
 REFUSED = {
     "model.attention.kv_heads=2": "model.attention.latent.kv_rank=12 does not support model.attention.kv_heads",
     "model.attention.qk_norm=true": "model.attention.latent.kv_rank=12 does not support model.attention.qk_norm",
+    "model.attention.kernel=flash": "model.attention.kernel=flash does not support model.attention.latent.kv_rank",
     "model.attention.latent.rope_dim=5": "model.attention.latent.rope_dim=5 must be even",
     "model.rope.fraction=0.5": "model.rope.fraction=0.5 has no effect with model.attention.latent.kv_rank=12",
     "engine.fp8=rowwise": "engine.fp8=rowwise does not support model.attention.latent.kv_rank=12",

@@ -15,7 +15,6 @@ from hpclm.model.layers import RowLinear
 from hpclm.node.gpus import KINDS
 from hpclm.optim.muon import newton_schulz
 from hpclm.parallel.mesh import Mesh
-from hpclm.parallel.placement import Fused
 from hpclm.planning import forecast, layout, ranks, suggest
 from hpclm.planning.fake_gpu import fake_gpu
 from hpclm.planning.matrices import exchange
@@ -213,8 +212,9 @@ def test_muons_products_and_messages_are_those_of_the_engine(words):
 
     def flops(number):
         """Of one matrix, as PyTorch counts them."""
-        rows, columns = muon.matrices[number].shape
-        fused = muon.matrices[number].placement.fused or Fused(1, (rows,))
+        matrix = muon.exchange.matrices[number]
+        columns = matrix.shape[1]
+        fused = muon._parts(matrix)
         with FlopCounterMode(display=False) as counter:
             for size in fused.rows:
                 newton_schulz(torch.empty(fused.groups * size, columns, device="meta"), run.optim.newton_schulz_steps)

@@ -242,7 +242,7 @@ OF_THE_USER = {
     ),
     "random numbers of its own": (
         ["model.block=tests.diagnostics.flips:Drawing"],
-        ["computed twice, had two different losses", "without random numbers"],
+        ["computed twice, had two different losses", "not on random numbers"],
     ),
     "a schedule that differs": (
         ["optim.schedule=tests.diagnostics.flips:rate_of_rank"],

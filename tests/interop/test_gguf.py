@@ -342,7 +342,7 @@ def test_llama_cpp_gives_the_same_ids(kind, tmp_path, caplog):
     with llamacpp.loaded(path) as model:
         texts = TEXTS if kind == "our unigram" else [*TEXTS, *ODD, *PROBES, "日本中文 한국é\t12a.'"]
         assert [llamacpp.tokens(model, text) for text in texts] == [own.encode(text) for text in texts]
-    assert ("as <unk>; here they are bytes" in caplog.text) == (kind == "our unigram")
+    assert ("as <unk>; hpclm encodes them as bytes" in caplog.text) == (kind == "our unigram")
 
 
 @pytest.mark.parametrize("kind", OTHER)

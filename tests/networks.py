@@ -89,7 +89,13 @@ NETWORKS = {
     "wide heads": {**LLAMA, "attention.head_dim": 16},
     "some biases": {**LLAMA, "attention.qkv_bias": True, "mlp_bias": True},
     **{f"rope, {kind}": scaled(kind) for kind in SCALINGS},
-    "latent": {**LATENT, "attention.latent.q_rank": 20, "attention.latent.value_dim": 6, "attention.qkv_bias": True},
+    "latent": {
+        **LATENT,
+        "attention.latent.q_rank": 20,
+        "attention.latent.value_dim": 6,
+        "attention.qkv_bias": True,
+        "attention.out_bias": True,
+    },
     "latent, some windows": {**LATENT, "attention.score_cap": 2.0, **patterned("window", "full", "nope")},
     "latent, yarn": {**LATENT, "rope.scaling": scaled("yarn")["rope.scaling"], "attention.score_scale": 0.3},
     "windows with a base of their own": {

@@ -92,4 +92,6 @@ def test_a_lock_that_is_never_answered_is_named(preloaded, tiny, tmp_path, verb)
     ):
         runs.until(lambda: "the file system does not answer" in said.read_text(), "a warning", alive=process)
         process.kill()
-    assert f"{tmp_path / 'out'}" in said.read_text() and "choose a folder on a file system with flock" in said.read_text()
+    assert (
+        f"{tmp_path / 'out'}" in said.read_text() and "choose a folder on a file system with flock" in said.read_text()
+    )

@@ -159,7 +159,7 @@ MISTAKES = {
     ("submit", "small", "--moe-router-topk", "4"): "as key=value: model.experts.per_token=4; hpclm docs migrating",
     ("train", "small", "--moe-grouped-gemm"): "--moe-grouped-gemm: leave it out: hpclm does what is fastest, with the router in fp32",
     ("train", "small", "--moe-expert-capacity-factor", "1.5"): "leave it out: hpclm computes all tokens and drops none",
-    ("train", "small", "--multi-latent-attention"): "--multi-latent-attention: hpclm does not have it",
+    ("train", "small", "--mtp-num-layers"): "--mtp-num-layers: hpclm does not have it",
     ("train", "small", "moe_intermediate_size=64"): "moe_intermediate_size: it is model.experts.ffn here",
     ("train", "small", "--load", "x"): "--load: leave it out: a run resumes from its newest good checkpoint by itself; hpclm docs migrating",
     ("train", "small", "--dtype", "torch.float16"): "as key=value: engine.precision=fp16; hpclm docs migrating",

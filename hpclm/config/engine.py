@@ -40,8 +40,8 @@ class ParallelConfig(Section, key="parallel"):
         at_least=2,
         advice="to shard nothing, set parallel.shard=null engine.name=native engine.zero_stage=0",
     )
-    partition: Literal["parameters", "blocks", "time"] = setting(
-        "parameters", "Balance stages by parameters, blocks, or measured time.", only_with=STAGES
+    partition: Literal["parameters", "blocks"] = setting(
+        "parameters", "Balance stages by parameters or blocks.", only_with=STAGES
     )
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = setting(
         "1f1b", "Pipeline schedule.", only_with=STAGES

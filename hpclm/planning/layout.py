@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 
 from hpclm.config import ModelConfig, RunConfig
 from hpclm.config.layer import Layer
-from hpclm.model import count, weights
+from hpclm.model import weights
 from hpclm.model.weights import Weight
 from hpclm.parallel.partition import balanced
 
@@ -135,11 +135,6 @@ def _blocks(model: ModelConfig, parts: int, layout: Layout) -> tuple[range, ...]
     last: float = 0
     if layout.partition == "blocks":
         cost = dict.fromkeys(model.blocks, 1.0)
-    elif layout.partition == "time":
-        # attention counts too, and the embedding takes almost no time
-        core = model.core_width * model.context
-        last = table
-        cost = {layer: count.active_block(model, layer) + core for layer in set(model.blocks)}
     else:
         undivided = replace(layout, tensor=1)
         first = sum(weight.size for _, weight in weights.before_blocks(model))

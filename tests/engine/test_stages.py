@@ -41,17 +41,6 @@ def test_counting_parameters_draws_none_and_counts_all():
     assert sum(parameters(specs)) == count.parameters(run.model)
 
 
-def test_time_is_measured_layer_by_layer():
-    _, specs, parts = divided("model.layers=4", "parallel.pipeline=2", "parallel.partition=time")
-    assert [spec for part in parts for spec in part] == specs and all(blocks(parts))
-
-
-def test_a_costly_vocabulary_takes_blocks_from_its_stages_by_time():
-    words = ["model.layers=6", "parallel.pipeline=2", "parallel.partition=time", "model.vocab_size=20000"]
-    _, _, parts = divided(*words, "batch.micro_size=8")
-    assert blocks(parts)[0] > blocks(parts)[1]
-
-
 def test_a_tied_table_is_on_two_stages_and_each_answers_for_its_layers():
     _, _, parts = divided("model.layers=4", "parallel.pipeline=4")
     found = owners(parts)

@@ -111,8 +111,6 @@ class State:
         if run.summary.get("spiking_since"):
             healthy = f": hpclm checkpoints {out}" if run.checkpoint else ""
             yield f"loss spike since step {run.summary['spiking_since']}{healthy}"
-        if run.summary.get("experts"):
-            yield run.summary["experts"]
         for sink, cause in events.unsent(run.events).items():
             yield f"{sink} lacks rows of metrics.jsonl ({cause}): hpclm sync {out}"
         if run.bad:

@@ -29,7 +29,7 @@ RECENT = 50  # steps over which the speed is averaged
 MAX_ENDING = 2000  # characters
 TRACE = "Traceback (most recent call last):"
 FIELDS: dict[str, rows.Kind] = {
-    **dict.fromkeys(("state", "ending", "experts"), str),
+    **dict.fromkeys(("state", "ending"), str),
     **dict.fromkeys(("step", "code", "steps", "checkpoint", "validation_step", "spiking_since"), int),
     "generation": int,
     **dict.fromkeys(("loss", "validation_loss", "time", "stepped", "step_seconds", "tokens_per_second"), float),
@@ -185,11 +185,6 @@ class RunSummary:
     def _evaluated(self, row: Row) -> None:
         if row:
             self._know(validation_loss=row["validation_loss"], validation_step=row["step"])
-
-    def note_experts(self, text: str) -> None:
-        """Note a problem with the load of experts; an empty ``text`` means that it is solved."""
-        self._know(experts=text)
-        self._changed = True
 
     def _know(self, **facts: Any) -> None:
         self._facts = {**self._facts, **facts}  # replaced, since another thread may be writing them

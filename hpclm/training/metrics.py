@@ -130,7 +130,6 @@ class Meter:
             self._experts.step(expert_tokens)
             if step % self.every == 0 or step == self.total:
                 row |= self._experts.logged(row, last=step == self.total)
-                self.summary.note_experts(self._experts.problems())
         self._write(row)
         self.summary.measured(row)
         self._warn(row)

@@ -205,15 +205,14 @@ def test_an_interrupt_is_how_a_run_ended(tmp_path):
     assert (told["state"], told["ending"], told["code"]) == ("exited", "interrupted: nothing saved, exiting", 130)
 
 
-def test_a_step_without_tokens_leaves_the_loss_and_what_is_wrong_with_experts_is_kept(tmp_path):
+def test_a_step_without_tokens_leaves_the_loss(tmp_path):
     with RunSummary(tmp_path) as kept:
         kept.begin(ATTEMPT, 20)
         kept.measured(step(5))
         kept.measured(step(6, None, counted_tokens=0))
-        kept.note_experts("block 2 uses few experts")
         kept.write()
     told = summary.read_summary(tmp_path)
-    assert (told["step"], told["loss"], told["experts"]) == (6, 2.5, "block 2 uses few experts")
+    assert (told["step"], told["loss"]) == (6, 2.5)
 
 
 def test_speed_is_that_of_the_last_fifty_steps_and_a_curve_has_16_to_31_points(tmp_path):

@@ -1,7 +1,6 @@
-"""What a run says of its experts: figures of each layer in metrics.jsonl, the tokens of each expert in experts.jsonl, warnings."""
+"""What a run says of its experts: figures of each layer in metrics.jsonl, the tokens of each expert in experts.jsonl."""
 
 import json
-import logging
 import math
 import shutil
 
@@ -10,7 +9,7 @@ import pytest
 
 from hpclm import config
 from hpclm.rundir import metrics_file, summary
-from hpclm.training.expert_load import INTERVALS, RESOLUTION, TOKENS, ExpertLoad
+from hpclm.training.expert_load import RESOLUTION, ExpertLoad
 from tests.forks import Ranks, hpclm
 from tests.runs import lines
 
@@ -27,8 +26,8 @@ LAYOUTS = {
 }
 
 
-def model(*words):
-    return config.load(None, [*SHAPE, *words]).model
+def model():
+    return config.load(None, SHAPE).model
 
 
 def rows_of(path):
@@ -46,16 +45,15 @@ def plain_figures(counts):
 def load(tmp_path):
     """Has the steps of runs logged every other step, with the tokens that a function of the step gives."""
 
-    def logged(tokens, steps, *words):
-        experts, figures, problems = ExpertLoad(tmp_path, model(*words), lambda: True), [], []
+    def logged(tokens, steps):
+        experts, figures = ExpertLoad(tmp_path, model(), lambda: True), []
         for step in range(1, steps + 1):
             given = tokens(step)
             experts.step(None if given is None else np.array(given, float).ravel())
             if step % 2 == 0:
                 figures.append(experts.logged({"step": step, "time": 1.0}, last=step == steps))
-                problems.append(experts.problems())
         experts.close()
-        return figures, problems
+        return figures
 
     return logged
 
@@ -67,7 +65,7 @@ def test_figures_are_of_all_steps_since_the_last_log_line(load, tmp_path):
         3: None,
         4: [[2, 2, 2, 2], [0, 0, 0, 8]],
     }
-    figures, _ = load(tokens.get, 4)
+    figures = load(tokens.get, 4)
     for line, sums in zip(figures, ([[9, 5, 0, 6], [2, 2, 2, 2]], [[2, 2, 2, 2], [0, 0, 0, 8]]), strict=True):
         for block, counts in zip(("block1", "block2"), sums, strict=True):
             measured = [line[f"{name}/{block}"] for name in ("expert_load_max", "expert_entropy", "dead_experts")]
@@ -79,7 +77,7 @@ def test_figures_are_of_all_steps_since_the_last_log_line(load, tmp_path):
 
 
 def test_steps_without_tokens_have_no_figures_and_no_line(load, tmp_path):
-    assert load(lambda step: None, 4)[0] == [{}, {}]
+    assert load(lambda step: None, 4) == [{}, {}]
     assert not (tmp_path / "experts.jsonl").exists()
 
 
@@ -102,54 +100,6 @@ def test_a_long_run_has_a_line_for_every_thousandth_of_its_steps(tmp_path):
     assert RESOLUTION < len(rows) < 2 * RESOLUTION and rows[-1]["step"] == steps
     assert sum(row["steps"] for row in rows) == steps
     assert sum(row["tokens"]["block1"][0] for row in rows) == steps * (steps + 1) // 2
-
-
-BALANCED = [TOKENS] * 4
-ODD = {
-    "an expert without a token": (
-        [0, TOKENS, TOKENS, TOKENS],
-        r"block2: 1 of 4 experts got no token in the last 10 steps",
-    ),
-    "one expert in every token": (
-        [4 * TOKENS, TOKENS, TOKENS, 2 * TOKENS],
-        r"block2: expert 0 takes 2.0 times the mean expert's tokens, for 10 steps now",
-    ),
-}
-
-
-@pytest.mark.parametrize("counts, text", ODD.values(), ids=ODD.keys())
-def test_a_layer_is_warned_of_once_when_it_has_lasted(counts, text, load, caplog):
-    with caplog.at_level(logging.WARNING):
-        _, problems = load(lambda step: [BALANCED, counts if step <= 4 * INTERVALS else BALANCED], 6 * INTERVALS)
-    [warning] = caplog.messages
-    assert (
-        text in warning
-        and "set model.experts.balance_sequence=0.01, or model.experts.router_choice_bias=true" in warning
-    )
-    assert [bool(said) for said in problems] == [False] * (INTERVALS - 1) + [True] * (INTERVALS + 1) + [
-        False
-    ] * INTERVALS
-    assert problems[INTERVALS - 1] == text.replace("\\", "")
-
-
-@pytest.mark.parametrize(
-    "counts",
-    [
-        lambda step: [[1, 1, 1, 1], [0, 2, 1, 1]],  # too few tokens to say so
-        lambda step: [BALANCED, [TOKENS * (step % 6 < 2), TOKENS, TOKENS, TOKENS]],  # not for long
-        lambda step: [BALANCED, [15 * TOKENS // 10, TOKENS // 2, TOKENS, TOKENS]],
-    ],
-    ids=["few tokens", "now and then", "a little more"],
-)
-def test_what_happens_in_every_run_is_no_warning(counts, load, caplog):
-    with caplog.at_level(logging.WARNING):
-        load(counts, 8 * INTERVALS)
-    assert not caplog.messages
-
-
-def test_a_warning_names_the_setting_that_balances_already(load, caplog):
-    load(lambda step: [BALANCED, [0, TOKENS, TOKENS, TOKENS]], 2 * INTERVALS, "model.experts.balance_step=0.001")
-    assert "A larger model.experts.balance_step=0.001 balances them more" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(

@@ -152,12 +152,21 @@ class EngineConfig(Section, key="engine"):
     recompute_every: int = setting(
         1, "Blocks that are recomputed together.", at_least=1, unit="blocks", only_with="engine.recompute=full"
     )
-    offload_activations: bool = setting(False, "Keep activations in CPU memory until the backward pass; GPUs only.")
+    offload_activations: bool = setting(
+        False, "Keep activations in CPU memory until the backward pass; GPUs only, uncompiled and slow."
+    )
     loss_chunk: int | None = setting(
         None,
         "Number of tokens whose logits are computed together; null: 512 on CPUs, 4096 on GPUs, more on GPUs with at least 60 GiB.",
         at_least=1,
         unit="tokens",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            lambda engine: engine.compile and engine.offload_activations,
+            "{engine.compile} does not support {engine.offload_activations}, which changes the strides that compiled code relies on",
+        ),
     )
 
     def problems_without_gpu(self) -> Iterator[str]:

@@ -155,7 +155,7 @@ def build(config: EngineSettings, compute: Compute) -> Engine:
     if reason:
         log.info("torch.compile is off: %s", reason)
     # null: leave the blocks uncompiled, but compile parts that need it
-    parts = config.engine.compile is None and not missing_compiler()
+    parts = config.engine.compile is None and not config.engine.offload_activations and not missing_compiler()
     decided = compiled or (None if parts else False)
     return maker(replace(config, engine=replace(config.engine, compile=decided)), compute)
 
@@ -245,6 +245,7 @@ def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | 
         f"engine {engine.name!r} is compiled only with engine.compile=true": not (supports and supports.compiled),
         f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
         "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",
+        "engine.offload_activations=true changes strides, on which compiled code relies": engine.offload_activations,
         f"it needs {missing}, which was not found": missing,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from hpclm.base.errors import ConfigError
@@ -25,7 +26,6 @@ from hpclm.model.expert_mlp import ExpertMLP
 from hpclm.model.head import Head
 from hpclm.model.init import InitSpec
 from hpclm.model.loss import TokenLoss
-from hpclm.model.offload import ActivationOffload, Streams
 from hpclm.model.spec import LayerSpec
 from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
@@ -76,8 +76,6 @@ class Stack(nn.Module):
         """The block whose positions other layers see too."""
         self.layouts = Layouts(config, dtype, blocks, (tp, cp), self.compilation)
         self.seeds = LayerSeeds(config, specs[-1].number + 1, tp, cp, self.compilation)
-        self._streams: Streams | None = None
-        """CUDA streams that copy activations to the CPU and back."""
         self.placements: dict[str, Placement] = {}
         """How each weight is split over the tensor-parallel axis, by logical name."""
         self.init_specs: dict[str, InitSpec] = {}
@@ -106,11 +104,8 @@ class Stack(nn.Module):
                 keys = self.seeds.keys(batch.seed, batch.tokens.device)
         value: Any = batch.tokens if x is None else x
         scalars: dict[str, Tensor] = {}
-        if self.offload and self._streams is None:
-            self._streams = Streams(batch.tokens.device)
-        offload = ActivationOffload(self._streams) if self._streams else None
         for group in groups(self.specs, self.recompute_every):
-            with offload.next_block() if offload and group[0].layer else nullcontext():
+            with save_on_cpu(pin_memory=True) if self.offload and group[0].layer else nullcontext():
                 if group[0].recompute and self.training and torch.is_grad_enabled():
                     # random numbers are seeded, so that recomputation draws the same
                     output = checkpoint(

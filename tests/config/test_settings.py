@@ -158,6 +158,7 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "engine={name: deepspeed, offload: parameters}": "it supports optimizer at zero_stage=1, optimizer at zero_stage=2, "
         "optimizer at zero_stage=3, parameters at zero_stage=3",
         "engine={name: deepspeed, zero_stage: 2, offload: optimizer, offload_activations: true}": "engine 'deepspeed' does not support engine.offload_activations=true",
+        "engine={compile: true, offload_activations: true}": "engine.compile=true does not support engine.offload_activations=true",
         "engine={name: fsdp2, zero_stage: 1}": "engine 'fsdp2' does not support engine.zero_stage=1; it supports stages 2, 3",
         "engine.device=gpu": "one of auto, cpu, cuda. Did you mean 'cuda'?",
         "job={venv: /v, conda: c}": "job.venv=/v and job.conda=c cannot be combined",

@@ -3,7 +3,6 @@ import math
 import os
 import shutil
 import sysconfig
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,13 @@ from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, Mo
 from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, like_weight
 from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
-from hpclm.model import count, offload, stack
+from hpclm.model import count
 from hpclm.node import environment
 from hpclm.optim import adamw
 from hpclm.optim.stability import LossScale
 from hpclm.parallel.mesh import Compute
 from tests import ranks, weights
 from tests.forks import hpclm
-from tests.model.test_offload import Recorded
 from tests.runs import figures
 from tests.states import Kept, state
 
@@ -120,23 +118,16 @@ def saved_bytes(engine, config):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_offloaded_is_copied_and_changes_nothing(recompute, dtype, monkeypatch):
-    # 16 x 5 tokens: no activation has a weight's shape
-    config = settings(dict(LLAMA, dropout=0.1), dict(recompute=recompute), batch=dict(global_size=5, micro_size=5))
-    exact = train(config, 2, dtype)[1]
-    engine, batches, moved = engine_of(config, dtype), batches_of(config), []
+def test_offloaded_activations_are_copied_and_change_nothing(recompute):
+    config = settings(dict(LLAMA, dropout=0.1), dict(recompute=recompute))
+    exact = train(config, 2)[1]
+    engine, batches = engine_of(config), batches_of(config)
+    kept = saved_bytes(engine, config)
     engine.model.offload = True
-    is_weight = offload.is_weight
-    monkeypatch.setattr(stack, "Streams", lambda device: Recorded())
-    monkeypatch.setattr(stack, "ActivationOffload", partial(offload.ActivationOffload, small=1))
-    monkeypatch.setattr(offload, "is_weight", lambda tensor: is_weight(tensor) or moved.append(tensor.shape))
+    assert saved_bytes(engine, config) < kept / 2
     for step, wanted in enumerate(exact):  # copies lie otherwise in memory, which may choose another kernel
-        result = engine.train_step(batches.step(5 * step), 3e-3, step)
+        result = engine.train_step(batches.step(8 * step), 3e-3, step)
         assert (result.loss, result.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-6)
-    shapes = {tuple(p.shape) for p in engine.model.layers["block0"].parameters() if p.ndim == 2}
-    shapes |= {shape[::-1] for shape in shapes}
-    assert moved and not shapes & {tuple(shape) for shape in moved}
 
 
 def test_activations_of_a_cpu_are_not_offloaded():

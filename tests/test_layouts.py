@@ -20,6 +20,7 @@ MORE_LAYOUTS = [
     (2, ["engine.name=fairscale"]),
     (4, ["engine.name=fsdp2", "parallel.shard=2"]),
     (4, ["engine.name=deepspeed", "parallel.pipeline=2"]),
+    (4, ["engine.name=pipelining", "parallel.pipeline=2", "engine.zero_stage=1"]),
     (2, ["engine.name=deepspeed", "engine.zero_stage=2", "parallel.tensor=2"]),
 ]
 

@@ -98,6 +98,11 @@ LAYOUTS += [
     *(Layout("pipelining", 0, *sizes) for sizes in [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2)]),
     Layout("pipelining", 0, pipeline=2, context=2, more=("parallel.schedule=zero_bubble",)),
 ]
+LAYOUTS += [
+    *(Layout("pipelining", 1, *sizes) for sizes in [(2, 1, 2), (3, 1, 2), (2, 2, 2), (2, 1, 2, 2)]),
+    Layout("pipelining", 1, 2, pipeline=2, more=("parallel.schedule=interleaved", "parallel.chunks=2")),
+    Layout("pipelining", 1, 2, pipeline=2, more=("parallel.schedule=zero_bubble",)),
+]
 OFTEN_ODD = {"native1-dp5", "fsdp23-dp3", "fairscale3-dp3", "deepspeed1-dp3pp2", "deepspeed1-dp3", "deepspeed3-dp5"}
 RARE = {f"{engine}{stage}-dp4" for engine in ("fsdp2", "fairscale") for stage in (2, 3)}
 RARE |= {"native1-dp4", "deepspeed0-dp2tp2", "deepspeed2-dp2tp2", "deepspeed1-pp4", "native0-tp4"}
@@ -106,7 +111,7 @@ RARE |= {layout.name for layout in LAYOUTS if layout.data in FEW} - OFTEN_ODD
 RARE |= {"native0-tp2", "native0-dp4", "native0-dp2tp2", "native1-dp2", "native1-dp2tp2", "fsdp23-dp2", "fsdp23-dp4-2"}
 RARE |= {"pipelining0-dp2pp2", "pipelining0-tp2pp2", "pipelining0-tp2pp2-zero_bubble", "fsdp22-dp2tp2"}
 RARE |= {"fairscale2-dp2tp2", "fairscale3-dp2", "deepspeed1-dp2", "deepspeed1-dp2tp2", "deepspeed3-dp2"}
-RARE |= {"deepspeed1-dp2pp2", "deepspeed1-tp2pp2"}
+RARE |= {"deepspeed1-dp2pp2", "deepspeed1-tp2pp2", "pipelining1-dp2tp2pp2", "pipelining1-dp2pp2-interleaved-2"}
 """Layouts of which the sample has nothing but rows that are named below: each is between others."""
 RECOMPUTE = {"kept": [], "full": ["engine.recompute=full"], "selective": ["engine.recompute=selective"]}
 RECOMPUTE["every2"] = ["engine.recompute=full", "engine.recompute_every=2"]

@@ -166,7 +166,7 @@ SUPPORTS = {
         "hpclm.engine.pipelining:PipeliningEngine",
         torch="2.12",  # its PipelineStage takes input_grads and output_grads
         unavailable="hpclm.engine.pipelining:unavailable",
-        pipeline_stages=(0,),
+        pipeline_stages=(0, 1),
         alone=False,
         schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"),
         options=("fp8",),

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpclm.parallel.mesh import Axis, Compute, Mesh
-from hpclm.parallel.placement import Placement
+from hpclm.parallel.mesh import Axis, Compute
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first all-reduce starts early (as in PyTorch)
 BUCKET_MB = 25.0  # megabytes of later buckets (as in PyTorch)
@@ -135,12 +134,6 @@ def megabytes(given: float | None, values: int, compute: Compute) -> float:
     if given or mesh.nodes == 1 or compute.device.type != "cuda":
         return given or BUCKET_MB
     return max(BUCKET_MB, min(MB_PER_REPLICA * mesh.dp.size, values * 4 / (1 << 20) / MIN_BUCKETS))
-
-
-def by_mesh(weights: Mapping[nn.Parameter, Placement], mesh: Mesh) -> Iterator[tuple[Mesh, list[nn.Parameter]]]:
-    """The weights in order, grouped by the ranks that hold them, with the mesh of each group. Weights held by all ranks come first."""
-    for data_ranks in sorted({1, *(placement.data_ranks for placement in weights.values())}):
-        yield mesh.of_weights(data_ranks), [p for p, placement in weights.items() if placement.data_ranks == data_ranks]
 
 
 def grouped(

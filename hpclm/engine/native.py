@@ -8,9 +8,9 @@ import torch
 from hpclm.config import EngineSettings
 from hpclm.engine.base import BaseEngine
 from hpclm.engine.compute_copies import ComputeCopies, adds_in_place
-from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grouped, megabytes
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped, megabytes
 from hpclm.engine.models import defer_tp_grad_sum, whole_model
-from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.sharded_parameter import whole_slices
 from hpclm.model.init import materialize_on
 from hpclm.model.stack import Stack
 from hpclm.parallel.mesh import Compute
@@ -25,13 +25,8 @@ class NativeEngine(BaseEngine):
         model = native_model(config, compute)
         self.copies = ComputeCopies(model, config.in_place and adds_in_place(config.engine, config.model, device))
         leaves = {self.copies.master(p): p for _, p in model.weights()}
-        placed = {self.copies.master(p): model.placements[name] for name, p in model.weights()}
-        homes = list(by_mesh(placed, mesh))
-        replicas = {p: home.dp for home, members in homes for p in members}
-        weights = [
-            ShardedParameter(name, p, placed[p], replicas=replicas[p], data_rank=mesh.dp.rank)
-            for p, (name, _) in zip(leaves, model.weights(), strict=True)
-        ]
+        named = ((name, self.copies.master(p)) for name, p in model.weights())
+        weights, homes = whole_slices(named, model.placements, mesh)
         super().__init__(config, compute, model, weights)
         self.kept_gradients = frozenset(self.copies.masters.values())
         if mesh.dp.size > 1:

@@ -6,6 +6,7 @@ their gradients back. T tokens in a sequence, t = T / (cp tp), B sequences in a 
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,9 +25,10 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings
 from hpclm.config.engine import torch_too_old
 from hpclm.engine.base import BaseEngine
-from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, by_mesh, grouped
+from hpclm.engine.gradient_buckets import Bucket, GradientBuckets, grouped
 from hpclm.engine.models import defer_tp_grad_sum, layers_of, stack_of
-from hpclm.engine.sharded_parameter import ShardedParameter
+from hpclm.engine.sharded_buckets import ShardedWeights
+from hpclm.engine.sharded_parameter import whole_slices
 from hpclm.engine.stages import stages
 from hpclm.engine.step import StepInputs
 from hpclm.model.init import materialize_on
@@ -54,7 +56,8 @@ def unavailable() -> str | None:
 
 
 class PipeliningEngine(BaseEngine):
-    """One or more pipeline stages on each process; gradients are all-reduced over the replicas during the last backward passes."""
+    """One or more pipeline stages on each process; gradients are reduced over the replicas during the last backward passes. With
+    engine.zero_stage=1 the replicas shard the optimizer."""
 
     backward_timer = "forward_backward"  # of several micro-batches at a time
 
@@ -71,31 +74,33 @@ class PipeliningEngine(BaseEngine):
         """This process's stages, by their number among all ``count``."""
         for stack in self.stacks.values():
             defer_tp_grad_sum(stack, compute)
-        shared = "tokens.weight" if config.model.tied and self.count > 1 else None
-        placed = {p: stack.placements[name] for stack in self.stacks.values() for name, p in stack.weights()}
-        homes = list(by_mesh(placed, mesh))
-        replicas = {p: home.dp for home, members in homes for p in members}
-        weights = [
-            ShardedParameter(
-                name, p, placed[p], replicas=replicas[p], duplicate=name == shared and index > 0, data_rank=mesh.dp.rank
-            )
-            for index, stack in self.stacks.items()
-            for name, p in stack.weights()
-        ]
-        super().__init__(config, compute, Stages([*self.stacks.values()]), weights, self.evaluate_one)
-        self.tied = [weight.parameter for weight in weights if weight.name == shared]
+        model = Stages([*self.stacks.values()])
+        weights, homes = whole_slices(model.weights(), model.placements, mesh)
+        shared = "tokens.weight" if config.model.tied else None
+        weights = [replace(w, duplicate=w.name == shared and not mesh.pp.first) for w in weights]
+        self.tied = [w.parameter for w in weights if w.name == shared]
         """The tied embedding, if the first and the last stage each hold a copy."""
         self.ends = sub_axis(mesh.pp, [0, mesh.pp.size - 1]) if self.tied else SINGLE
         """The processes that hold the tied embedding."""
-        if mesh.dp.size > 1:
-            every = {weight.parameter: weight.parameter for weight in weights}
+        leaves = {w.parameter: w.parameter for w in weights}
+        # the zero-bubble schedule adds gradients of weights outside autograd, so no hooks run
+        late_gradients = set(leaves if late else ())
+        self.shards: ShardedWeights | None = None
+        if config.engine.zero_stage == 1 and mesh.dp.size > 1:
+            self.shards = ShardedWeights(weights, homes, leaves, BUCKET_MB, compute.device, alone={*self.tied})
+            weights = self.shards.weights
+        super().__init__(config, compute, model, weights, self.evaluate_one)
+        if self.shards:
+            self.gradients = self.shards.gradients(torch.float32, late_gradients)
+            for stack in self.stacks.values():
+                self.shards.wait_before_layers(stack)
+        elif mesh.dp.size > 1:
             buckets = [
                 Bucket(group, home.dp)
                 for home, members in homes
                 for group in grouped(members, BUCKET_MB, first=int(BUCKET_MB * 2**20))
             ]
-            # the zero-bubble schedule adds gradients of weights outside autograd, so no hooks run
-            self.gradients = GradientBuckets(buckets, every, late=set(every if late else ()))
+            self.gradients = GradientBuckets(buckets, leaves, late=late_gradients)
         # a batch ramp-up uses several numbers of micro-batches, and a schedule keeps its receive buffers
         self.schedule = cache(self._schedule)
         self.micro_batches: Sequence[MicroBatch] = ()
@@ -120,7 +125,21 @@ class PipeliningEngine(BaseEngine):
     def finish_backward(self) -> None:
         """Sum the gradients over the replicas, then over the two tied embeddings, which thereby get the same bits."""
         super().finish_backward()
-        all_reduce_in_place([p.grad for p in self.tied if p.grad is not None], self.ends)
+        # with a sharded optimizer, both ends have cut their bucket alike, and each process has the sums of its shard
+        summed = [self.shards.summed(p) if self.shards else p.grad for p in self.tied]
+        all_reduce_in_place([gradients for gradients in summed if gradients is not None], self.ends)
+
+    def gradient_norm(self) -> Tensor:
+        """Global norm of the reduced gradients."""
+        if self.shards:
+            return self.shards.gradient_norm(self.norm, bool(self.deferred))
+        return super().gradient_norm()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Start to all-gather the weights that other replicas have updated."""
+        if self.shards:
+            self.shards.gather()
 
     def evaluate_one(self, batch: MicroBatch) -> ModelOutput:
         """Pass one micro-batch from stage to stage; returns its weighted loss on every stage."""

@@ -1,12 +1,12 @@
 """The weights as an optimizer sees them: which values of each logical tensor this process holds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor, nn
 
-from hpclm.parallel.mesh import SINGLE, Axis
+from hpclm.parallel.mesh import SINGLE, Axis, Mesh
 from hpclm.parallel.placement import Placement
 
 
@@ -43,6 +43,29 @@ class ShardedParameter:
     def count(self) -> int:
         """Number of values that this process holds."""
         return self.parameter.numel() if self.values is None else self.values
+
+
+Homes = list[tuple[Mesh, list[nn.Parameter]]]
+"""Weights grouped by the ranks that hold them, each group with its mesh (Mesh.of_weights)."""
+
+
+def whole_slices(
+    named: Iterable[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], mesh: Mesh
+) -> tuple[list[ShardedParameter], Homes]:
+    """The weights in order, of which the optimizer updates whole slices; and their groups, those held by all ranks first. A collective
+    over ``mesh.dp``."""
+    named = list(named)
+    meshes = {
+        count: mesh.of_weights(count) for count in sorted({1, *(placements[name].data_ranks for name, _ in named)})
+    }
+    weights = []
+    members: dict[int, list[nn.Parameter]] = {count: [] for count in meshes}
+    for name, p in named:
+        placement = placements[name]
+        replicas = meshes[placement.data_ranks].dp
+        weights.append(ShardedParameter(name, p, placement, replicas=replicas, data_rank=mesh.dp.rank))
+        members[placement.data_ranks].append(p)
+    return weights, [(meshes[count], parameters) for count, parameters in members.items()]
 
 
 def blocks(weight: ShardedParameter, begin: int, values: Tensor, tp: Axis) -> Iterator[tuple[tuple[int, ...], Tensor]]:

@@ -220,11 +220,13 @@ def _with_tokenizer(result: Translation, flags: Sequence[Flag]) -> None:
 
 
 def _with_engine(result: Translation) -> None:
-    """Choose an engine that supports pipeline stages."""
+    """Choose an engine that supports pipeline stages, and experts divided over ranks if there are any."""
     stage = result.settings.get("engine.zero_stage", "0")
+    experts = result.settings.get("parallel.expert", "1") != "1"
     if result.settings.get("parallel.pipeline", "1") == "1" or "engine.name" in result.settings:
         return
-    engine = next((name for name, row in SUPPORTS.items() if stage in map(str, row.pipeline_stages)), None)
+    able = [name for name, row in SUPPORTS.items() if stage in map(str, row.pipeline_stages)]
+    engine = next((name for name in able if SUPPORTS[name].splits_by_replica or not experts), None)
     if engine:
         result.settings["engine.name"] = engine
         result.origins["engine.name"] = f"has parallel.pipeline with engine.zero_stage={stage}"

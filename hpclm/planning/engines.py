@@ -132,8 +132,10 @@ def _native(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineC
 
 
 def _pipelining(engine: EngineConfig, common: EngineCosts, pipeline: int) -> EngineCosts:
-    """16 bytes per parameter as in native PyTorch, and casts, in stages of torch.distributed.pipelining."""
+    """16 bytes per parameter as in native PyTorch, and casts, in stages of torch.distributed.pipelining. Stage 1 shards the moments."""
     cast = common.element if common.element < 4 else 0
+    if common.zero == 1:
+        common = replace(common, optimizer=BytesPerParameter(0, common.optimizer.replicated), sent=4)
     return replace(common, gathered=BytesPerParameter(), casts=cast, table=8, staged=True)
 
 

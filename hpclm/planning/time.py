@@ -126,7 +126,8 @@ def volumes(model: ModelConfig, layout: Layout, costs: EngineCosts) -> list[Volu
         if layout.pipeline > 1:
             pipeline = line / t * m * (2 * layout.chunks - stage.first - stage.last)
             if model.tied:  # the two copies of the embedding sum their gradients
-                pipeline += 4 * model.hidden * model.padded_vocab / t * (stage.first or stage.last)
+                parts = layout.sharing if costs.zero and not costs.all_reduced else 1
+                pipeline += 4 * model.hidden * model.padded_vocab / t / parts * (stage.first or stage.last)
         held = [
             (layout, outside_experts(model, layout, stage)),
             (layout.of_experts, experts(model, layout, stage)),

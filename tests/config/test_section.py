@@ -97,11 +97,11 @@ def test_a_condition_holds_or_does_not(text, value, holds):
 
 @pytest.mark.parametrize("words, problems", [
     (
-        ["parallel={tensor: 2, pipeline: 2, expert: 2}", "engine.zero_stage=1", "model.experts.count=4"],
+        ["parallel={tensor: 2, pipeline: 2, expert: 2}", "engine.zero_stage=2", "model.experts.count=4"],
         [
             "engine 'native' does not support parallel.pipeline=2",
-            "no engine supports all that these settings ask for: deepspeed lacks parallel.expert=2; fairscale lacks "
-            "parallel.pipeline=2, parallel.expert=2; fsdp2 lacks parallel.pipeline=2; pipelining lacks engine.zero_stage=1",
+            "no engine supports all that these settings ask for: deepspeed lacks engine.zero_stage=2, parallel.expert=2; "
+            "fairscale lacks parallel.pipeline=2, parallel.expert=2; fsdp2 lacks parallel.pipeline=2; pipelining lacks engine.zero_stage=2",
         ],
     ),
     (

@@ -25,6 +25,7 @@ LAYOUTS = {
     "deepspeed3": ["engine.name=deepspeed", "engine.zero_stage=3"],
     "deepspeed-pp2": ["engine.name=deepspeed", "parallel.pipeline=2"],
     "pipelining-pp2": ["engine.name=pipelining", "parallel.pipeline=2"],
+    "pipelining1-pp2": ["engine.name=pipelining", "parallel.pipeline=2", "engine.zero_stage=1"],
 }
 
 

@@ -55,6 +55,7 @@ BALANCE = {
     ]
     + ["model.experts.per_token=3", "model.tied=true", "model.experts.pattern=[experts,experts,dense]", "seed=2"],
 }
+PIPELINE = ["parallel.pipeline=2", "engine.name=pipelining"]
 LAYOUTS = {
     "alone": (1, []),
     "expert 2": (2, ["parallel.expert=2"]),
@@ -75,7 +76,12 @@ LAYOUTS = {
     ),
     "context": (2, ["parallel.context=2", "parallel.expert=2"]),
     "context, tensor": (4, ["parallel.context=2", "parallel.expert=2", "parallel.tensor=2"]),
-    "pipeline": (4, ["parallel.pipeline=2", "parallel.expert=2", "engine.name=pipelining"]),
+    "pipeline": (4, [*PIPELINE, "parallel.expert=2"]),
+    "pipeline, ZeRO 1": (
+        8,
+        [*PIPELINE, "parallel.expert=2", "engine.zero_stage=1", "parallel.schedule=gpipe"],
+    ),
+    "tensor, pipeline, ZeRO 1": (8, [*PIPELINE, "parallel.expert=2", "engine.zero_stage=1", "parallel.tensor=2"]),
     "recomputed": (2, ["parallel.expert=2", "engine.recompute=full"]),
     "deepspeed": (2, ["engine.name=deepspeed"]),
     "deepspeed 1": (2, ["engine.name=deepspeed", "engine.zero_stage=1"]),
@@ -92,6 +98,8 @@ OFTEN = [
         ("replicated experts", "none", 2, False),
         ("fsdp2", "sequence and bias", 2, True),
         ("pipeline", "step", 2, True),
+        ("pipeline, ZeRO 1", "ungated", 1, False),
+        ("tensor, pipeline, ZeRO 1", "sequence and bias", 2, True),
     ),
     *(("tensor and expert", "micro-batch", 2, False), ("tensor and whole experts shared out", "ungated", 1, True)),
 ]
@@ -171,7 +179,9 @@ def test_every_layout_computes_what_a_plain_loop_over_tokens_and_experts_does(la
         assert np.allclose(run["scalars"]["expert_load"], right["load"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("layout, balance", [("expert 2", "step"), ("fsdp2", "sequence and bias")])
+@pytest.mark.parametrize(
+    "layout, balance", [("expert 2", "step"), ("fsdp2", "sequence and bias"), ("pipeline, ZeRO 1", "ungated")]
+)
 def test_a_resumed_run_goes_on_to_the_last_bit(layout, balance):
     size, words = LAYOUTS[layout]
     words = [*words_of(balance, 1, False), *words]

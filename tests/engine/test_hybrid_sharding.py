@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpclm import config
 from hpclm.base.errors import ConfigError
-from hpclm.engine import sharded_optimizer
+from hpclm.engine import sharded_buckets
 from tests import ranks
 from tests.engine import sharded
 
@@ -40,7 +40,7 @@ class Collectives(TorchDispatchMode):
 
 def held(words):
     """The parts of weights and moments that this rank's optimizer has, and the collectives of a step on the way that a GPU takes."""
-    sharded_optimizer.scatters = lambda device: True
+    sharded_buckets.scatters = lambda device: True
     run, engine, batches, _ = sharded.made([*WORDS, *words])
     sharded.steps(run, engine, batches, 0, 1)
     with Collectives() as seen:

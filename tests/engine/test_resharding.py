@@ -18,9 +18,9 @@ CHAINS = {
     "zero1": [(1, []), (4, [DEEPSPEED, ZERO1]), (3, [DEEPSPEED, ZERO1]), (1, [])],
     "zero3": [(1, []), (3, [DEEPSPEED, ZERO3]), (2, [DEEPSPEED, ZERO3]), (1, [])],
     "pipeline": [(1, []), (2, [DEEPSPEED, PIPELINE]), (2, ["engine.name=pipelining", PIPELINE]), (1, [])],
-    "context": [(2, [CONTEXT]), (4, [FSDP2, CONTEXT]), (4, ["engine.name=pipelining", PIPELINE, CONTEXT]), (1, [])],
+    "context": [(2, [CONTEXT]), (4, [FSDP2, CONTEXT]), (4, ["engine.name=pipelining", PIPELINE, CONTEXT, ZERO1]), (1, [])],
     "zero2": [(4, [ZERO1, TENSOR]), (4, [DEEPSPEED, ZERO2]), (2, [DEEPSPEED, ZERO2]), (2, [DEEPSPEED, "engine.zero_stage=0"])],
-    "muon": [(3, [FSDP2]), (4, [ZERO1, TENSOR]), (2, ["engine.name=pipelining", PIPELINE]), (4, [FSDP2, SHARD]), (1, [])],
+    "muon": [(3, [FSDP2]), (4, [ZERO1, TENSOR]), (4, ["engine.name=pipelining", PIPELINE, ZERO1]), (4, [FSDP2, SHARD]), (1, [])],
     "fairscale": [(3, [FAIRSCALE, ZERO2]), (4, [ZERO1, TENSOR]), (3, [FAIRSCALE]), (1, [ZERO1])],
 }  # fmt: skip
 OFTEN = ("native", "context", "sharded", "pipeline", "muon")

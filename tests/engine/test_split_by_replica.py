@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hpclm.base.errors import ConfigError
-from hpclm.engine import sharded_optimizer
+from hpclm.engine import sharded_buckets
 from hpclm.model.gpt import Block
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.parallel.collectives import gather, scatter
@@ -113,7 +113,7 @@ def test_another_layout_resumes_and_the_same_one_to_the_last_bit(size, words, wa
 
 def scattering(words, steps):
     """Train as on a GPU, with gradients reduce-scattered."""
-    sharded_optimizer.scatters = lambda device: True
+    sharded_buckets.scatters = lambda device: True
     found = train(words, steps)
     return {what: found[what] for what in ("losses", "norms", "held")}
 

@@ -158,6 +158,16 @@ def test_options_may_be_given_as_they_are(tmp_path, monkeypatch, capsys):
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("experts, engine", [("", "deepspeed"), (" --expert-model-parallel-size 4", "pipelining")])
+def test_the_engine_supports_the_pipeline_the_sharded_optimizer_and_divided_experts(
+    experts, engine, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    layout = "--num-layers 8 --num-experts 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"
+    cli.main(["config", "--from-megatron", layout + experts])
+    assert f"name: {engine}  # has parallel.pipeline with engine.zero_stage=1\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("option", ["--rotary-base 5000", "--moe-router-topk 1"])
 def test_an_option_without_effect_does_not_become_a_setting_that_the_run_refuses(option, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

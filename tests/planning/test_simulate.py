@@ -100,6 +100,13 @@ LAYOUTS = {
         [*EXPERTS, "parallel.expert=2", "parallel.pipeline=2", "engine.name=pipelining"],
         0,
     ),
+    "experts over 2, pipelining, optimizer sharded": (
+        "llama-1b",
+        [*EXPERTS, "parallel.expert=2", "parallel.pipeline=2", "engine.name=pipelining", "engine.zero_stage=1"],
+        0,
+    ),
+    "pipelining, optimizer sharded": ("gpt-1b3", [*STAGES, "engine.zero_stage=1"], 2),
+    "pipelining, optimizer sharded, last stage": ("gpt-1b3", [*STAGES, "engine.zero_stage=1"], 7),
     "pipelining, first stage": ("gpt-1b3", STAGES, 0),
     "pipelining, second stage": ("gpt-1b3", STAGES, 2),
     "pipelining, last stage": ("gpt-1b3", STAGES, 7),
@@ -111,6 +118,7 @@ USUAL = (
     "fsdp2, 512 ranks",
     "experts over 4, optimizer sharded",
     "pipelining, second stage",
+    "pipelining, optimizer sharded, last stage",
 )
 PRESETS = [path.stem for path in sorted(Path("configs").glob("*.yaml")) if path.stem != "gpt-13b-3d"]  # DeepSpeed
 TINY = ["model.layers=2", "model.hidden=64", "model.attention.heads=4", "model.vocab_size=256", "model.context=32"]

@@ -68,10 +68,6 @@ class AttentionConfig(Section, key="model.attention"):
             ),
         ),
         Rule(
-            lambda attention: attention.dropout and (attention.score_cap or attention.sinks),
-            "{model.attention.dropout} is not supported with model.attention.score_cap or model.attention.sinks",
-        ),
-        Rule(
             lambda attention: attention.latent.kv_rank and attention.without_latent,
             lambda attention: (
                 f"model.attention.latent.kv_rank={attention.latent.kv_rank} does not support "

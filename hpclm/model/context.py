@@ -1,4 +1,4 @@
-"""What the layers of a model need besides activations: positions, masks, dropout keys, the cache, loss weights and reports.
+"""What the layers of a model need besides activations: positions, documents, dropout keys, the cache, loss weights and reports.
 
 T tokens in a sequence, t of them on this process, B sequences, H heads of this process.
 """
@@ -12,41 +12,31 @@ from hpclm.parallel.sequence import SequencePart
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens (see ``model/cache.py``)."""
+    """Tensors of earlier tokens, such as keys and values (see ``model/cache.py``)."""
 
-    def attend(self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
-        """[T, B, H or G, D] queries, keys and values of the new tokens of ``layer`` -> [T, B, H x D]."""
-        ...
-
-    def extended(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Store the vectors [T, B, D] of the new tokens of ``layer``; returns those of all tokens, [S, B, D]."""
-        ...
-
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Any) -> Tensor:
-        """[T, B, H, D] queries of the new tokens, [S, B, H, D] keys and values of all -> [T, B, H x D]."""
+    def stored(self, layer: nn.Module, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store tensors [T, B, ..., D] of the new tokens of ``layer``; returns those of all tokens, [S, B, ..., D]."""
         ...
 
 
 class LayerContext(NamedTuple):
-    """Positions and masks of a micro-batch, computed once for each kind of layer."""
+    """Positions, and what the tokens of a micro-batch attend to, computed once for each kind of layer."""
 
-    positions: Tensor | None
+    positions: Tensor | None = None
     """[B or 1, t] if they restart inside a sample, or this process holds a part; None: 0 .. T-1."""
-    mask: Tensor | None
-    """[B or 1, 1 or H, T, T]: True where attention is allowed, or values to add to the scores; None: causal."""
-    cos: Tensor | None
+    cos: Tensor | None = None
     """[T, B or 1, 1, rotated features], for rotary positions."""
-    sin: Tensor | None
+    sin: Tensor | None = None
     seed: int | None = None
     """Dropout seed in this micro-batch; None without dropout."""
     flex: "Flex | None" = None
-    """For FlexAttention, in place of a mask."""
+    """For FlexAttention."""
     keys: Tensor | None = None
     """[DROPOUT_SITES] int64 keys of the current layer for counter-based dropout; None: PyTorch's generator."""
     cache: Cache | None = None
-    """Keys and values of earlier tokens, in generation."""
+    """Tensors of earlier tokens, in generation."""
     window: int | None = None
-    """Number of tokens that a token attends to, itself included. Like the next three fields, set only if ``mask`` is None."""
+    """Number of tokens that a token attends to, itself included."""
     documents: Tensor | None = None
     """[B, T] the document of each token; attention does not cross documents."""
     starts: tuple[int, ...] | None = None
@@ -59,6 +49,11 @@ class LayerContext(NamedTuple):
     """[t, B] fp32 weights of this process's tokens in the loss; None without a loss."""
     reports: "Reports | None" = None
     """Receives the layer's reports (``model/reports.py``)."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether each token attends to all earlier ones, by unbiased scores."""
+        return self.window is None and self.documents is None and self.slopes is None
 
 
 class Reports:

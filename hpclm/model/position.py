@@ -39,15 +39,6 @@ def alibi_slopes(heads: int, device: torch.device, tp: Axis = SINGLE) -> Tensor:
     return torch.tensor(slopes[tp.rank * local : (tp.rank + 1) * local], device=device)
 
 
-def alibi(heads: int, length: int, device: torch.device, tp: Axis = SINGLE, slopes: Tensor | None = None) -> Tensor:
-    """[1, H, T, T] ALiBi biases, distance times slope, for this process's heads out of ``heads``."""
-    if slopes is None:
-        slopes = alibi_slopes(heads, device, tp)
-    places = torch.arange(length, device=device)
-    distance = places[None, :] - places[:, None]
-    return slopes[None, :, None, None] * distance
-
-
 def rotary(
     positions: Tensor, config: ModelConfig, rope: RopeConfig, length: int = 0, rates: Rates | None = None
 ) -> tuple[Tensor, Tensor]:

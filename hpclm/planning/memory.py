@@ -151,8 +151,6 @@ def activations(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: S
         kept = ceil(len(stage.blocks) / layout.recompute_every) * line
     else:
         kept = stage.total(lambda layer: block_activations(model, layout, costs, layer))
-    if model.positions == "alibi" and layout.context == 1:  # distances of all pairs, computed for each micro-batch
-        kept += model.attention.heads * model.context**2 * costs.element / layout.tensor
     first = tokens * model.hidden * bool(model.dropout) / layout.tensor + line * model.embed_norm
     # ids of 8 bytes; the last norm's input, labels
     kept += stage.first * (first + tokens * 8) + stage.last * (line + tokens * 8)

@@ -108,7 +108,6 @@ def test_settings_files_hold_only_what_differs_from_the_defaults():
         "model.attention.qk_norm_span=projection": "needs model.attention.qk_norm=true and model.norm=rmsnorm",
         "model={attention: {kernel: flash, score_cap: 5}}": "model.attention.kernel=flash does not support model.attention.score_cap",
         "model={attention: {kernel: cudnn, pattern: [window], window: 8}}": "model.attention.kernel=cudnn does not support model.attention.window",
-        "model={attention: {dropout: 0.1, sinks: true}}": "not supported with model.attention.score_cap or model.attention.sinks",
         "model.block=gtp": "choose one of ['gpt'] or 'package.module:Name'",
         "model.attention.pattern=[fall]": "model.attention.pattern=[fall] must be a list of full, window, nope, window_nope",
         "model.attention.pattern=[]": "model.attention.pattern=[] must be a list of full, window, nope, window_nope",

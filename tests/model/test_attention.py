@@ -6,13 +6,13 @@ from hpclm.config import ModelConfig
 from hpclm.model import position
 from hpclm.model.attention import layout
 from hpclm.model.attention.backend import KernelChoice, choose, flexible, installed_flash, prefer
-from hpclm.model.attention.layout import ROWS_PER_BLOCK, ActivationSpec, layer_context
-from hpclm.model.attention.scores import blocked, dot_product_attention, flex_attention
-from hpclm.model.context import Flex
+from hpclm.model.attention.layout import ROWS_PER_BLOCK
+from hpclm.model.attention.scores import blocked, flex_attention
+from hpclm.model.context import Flex, LayerContext
 from hpclm.model.stack import Stack
-from hpclm.parallel.mesh import SINGLE
-from hpclm.parallel.micro_batch import MicroBatch
 from tests.engine.test_native import GPT2, batches_of, engine_of, settings
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("length", [1, 7, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 1, 300])
@@ -35,24 +35,15 @@ def test_attention_in_blocks_is_causal_attention(length):
 @pytest.mark.parametrize("documents", [True, False], ids=["documents", "whole"])
 @pytest.mark.parametrize("positions", ["alibi", "none"])
 @pytest.mark.parametrize("groups", [2, 4])
-def test_flex_attention_without_a_mask_is_attention_with_one(documents, positions, groups):
+def test_flex_attention_is_attention_in_blocks(documents, positions, groups):
     """The forward pass; FlexAttention has no backward pass on CPUs."""
-    length = 200
-    config = ModelConfig.of(
-        {"hidden": 64, "attention.heads": 4, "attention.kv_heads": groups, "context": length, "positions": positions}
-    )
     draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, length, 16, generator=draw) for heads in (4, groups, groups))
-    kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
-    numbers = torch.stack([torch.arange(length) // 37, torch.arange(length) // 90]) if documents else None
-    slopes = position.alibi_slopes(4, kind.device) if positions == "alibi" else None
-    mask = layout.dense_mask(config, kind, SINGLE, numbers, None)
-    flex = Flex(layout.block_mask(kind, numbers), slopes)
-    batch = MicroBatch(torch.empty(0), documents=numbers)
-    free = layer_context(config, kind, SINGLE, batch, prepared=layout.Prepared(flex=flex))
-    assert free.mask is None and free.flex is not None
-    wanted = dot_product_attention(q, k, v, mask)
-    assert torch.allclose(flex_attention(q, k, v, free.flex), wanted, atol=1e-5)
+    q, k, v = (torch.randn(2, heads, 200, 16, generator=draw) for heads in (4, groups, groups))
+    numbers = torch.stack([torch.arange(200) // 37, torch.arange(200) // 90]) if documents else None
+    slopes = position.alibi_slopes(4, CPU) if positions == "alibi" else None
+    flex = Flex(layout.block_mask(200, CPU, numbers), slopes)
+    wanted = blocked(q, k, v, context=LayerContext(documents=numbers, slopes=slopes))
+    assert torch.allclose(flex_attention(q, k, v, flex), wanted, atol=1e-5)
 
 
 def test_a_gpu_makes_no_mask_of_length_by_length():
@@ -163,14 +154,14 @@ def test_alibis_slopes_are_made_once(monkeypatch):
 def test_flex_attention_of_other_documents_is_the_same_graph():
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    config = ModelConfig.of({"hidden": 64, "attention.heads": 4, "context": 128, "positions": "alibi"})
-    kind, counter = ActivationSpec(128, torch.float32, torch.device("cpu")), CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flex_attention, backend=counter, fullgraph=True, dynamic=False)
     q, k, v = (torch.randn(2, 4, 128, 16) for _ in range(3))
-    slopes = position.alibi_slopes(4, kind.device)
+    slopes = position.alibi_slopes(4, CPU)
     for width in (37, 11, 90):
         numbers = (torch.arange(128) // width).expand(2, -1)
-        mask = layout.dense_mask(config, kind, SINGLE, numbers, None)
-        found = compiled(q, k, v, Flex(layout.block_mask(kind, numbers), slopes))
-        assert torch.allclose(found, dot_product_attention(q, k, v, mask), atol=1e-5)
+        found = compiled(q, k, v, Flex(layout.block_mask(128, CPU, numbers), slopes))
+        assert torch.allclose(
+            found, blocked(q, k, v, context=LayerContext(documents=numbers, slopes=slopes)), atol=1e-5
+        )
     assert counter.frame_count == 1

@@ -3,6 +3,7 @@
 import torch
 
 from hpclm.config import ModelConfig
+from hpclm.model.attention.layout import visible
 from hpclm.model.cache import KeyValueCache
 
 WINDOWS = ModelConfig.of(
@@ -18,32 +19,35 @@ WINDOWS = ModelConfig.of(
 WINDOW, FULL = WINDOWS.blocks
 
 
-def seen(mask, text):
+def seen(cache, layout, text):
     """The slots that each new token of a text attends to."""
-    return [row.nonzero().flatten().tolist() for row in mask[text, 0]]
+    columns, new = torch.arange(cache.used), layout.positions.shape[1]
+    of_text = layout.documents[text] if layout.documents is not None else torch.zeros(cache.used)
+    rows = visible(columns[:, None], columns, layout.window, (of_text[:, None], of_text))[-new:]
+    return [row.nonzero().flatten().tolist() for row in rows]
 
 
-def test_a_token_sees_its_window_of_its_own_text_and_padding_only_itself():
+def test_a_token_sees_its_window_of_its_own_text():
     cache = KeyValueCache(WINDOWS, [4, 2], 6, torch.float32, torch.device("cpu"))
     first = cache.extend(4)
     assert first[WINDOW].positions.tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
-    assert seen(first[WINDOW].mask, 0) == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
-    assert seen(first[FULL].mask, 0) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
-    assert seen(first[WINDOW].mask, 1) == seen(first[FULL].mask, 1) == [[0], [1], [2], [2, 3]]
+    assert seen(cache, first[WINDOW], 0) == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
+    assert seen(cache, first[FULL], 0) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert seen(cache, first[WINDOW], 1) == seen(cache, first[FULL], 1) == [[0], [0, 1], [2], [2, 3]]
     assert cache.extensible
     then = cache.extend(1)
     assert then[FULL].positions.tolist() == [[4], [2]]
-    assert [seen(then[WINDOW].mask, text) for text in (0, 1)] == [[[2, 3, 4]]] * 2
-    assert [seen(then[FULL].mask, text) for text in (0, 1)] == [[[0, 1, 2, 3, 4]], [[2, 3, 4]]]
+    assert [seen(cache, then[WINDOW], text) for text in (0, 1)] == [[[2, 3, 4]]] * 2
+    assert [seen(cache, then[FULL], text) for text in (0, 1)] == [[[0, 1, 2, 3, 4]], [[2, 3, 4]]]
     cache.keep([1])
     last = cache.extend(1)
-    assert last[FULL].positions.tolist() == [[3]] and seen(last[FULL].mask, 0) == [[2, 3, 4, 5]]
+    assert last[FULL].positions.tolist() == [[3]] and seen(cache, last[FULL], 0) == [[2, 3, 4, 5]]
     assert not cache.extensible  # six slots are all it has
 
 
 def test_texts_of_one_length_need_no_mask_but_for_windows():
     cache = KeyValueCache(WINDOWS, [3, 3], 9, torch.float32, torch.device("cpu"))
     first = cache.extend(3)
-    assert first[FULL].mask is None and first[WINDOW].mask is None  # a window of 3 sees all of 3 tokens
+    assert first[FULL].plain and first[WINDOW].plain  # a window of 3 sees all of 3 tokens
     then = cache.extend(1)
-    assert then[FULL].mask is None and seen(then[WINDOW].mask, 0) == [[1, 2, 3]]
+    assert then[FULL].plain and seen(cache, then[WINDOW], 0) == [[1, 2, 3]]

@@ -44,7 +44,7 @@ def test_the_cache_keeps_the_narrow_vector_and_the_shared_key_of_each_token():
     cache = KeyValueCache(stack.config, [4, 4], 10, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         stack.head(torch.ones(2, 4, dtype=torch.int64), cache)
-    assert {tuple(kept.shape) for kept in (x for each in cache._kept.values() for x in each)} == {(2, 1, 10, 12 + 8)}
+    assert {tuple(kept.shape) for kept in (x for each in cache._kept.values() for x in each)} == {(2, 10, 12 + 8)}
 
 
 REFUSED = {

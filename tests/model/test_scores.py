@@ -4,22 +4,20 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from hpclm.config import ModelConfig
 from hpclm.model import position
-from hpclm.model.attention import layout
-from hpclm.model.attention.layout import ActivationSpec, block_mask, block_starts, layer_context
+from hpclm.model.attention.layout import block_mask, block_starts
 from hpclm.model.attention.scores import MAX_SAVED_CONTEXT, ROWS_PER_BLOCK, Scores, attend, flex_attention
-from hpclm.model.context import Flex
-from hpclm.parallel.mesh import SINGLE
-from hpclm.parallel.micro_batch import MicroBatch
+from hpclm.model.context import Flex, LayerContext
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
+CPU = torch.device("cpu")
 
 
 def in_full(q, k, v, documents, window, slopes, how):
     """[B, H, T, D] from whole [T, T] scores."""
-    k, v = (z.repeat_interleave(HEADS // GROUPS, 1) for z in (k, v))
+    k, v = (z.repeat_interleave(HEADS // k.shape[1], 1) for z in (k, v))
     scores = q @ k.transpose(-1, -2) * (how.scale or WIDTH**-0.5)
     if how.cap:
         scores = how.cap * torch.tanh(scores / how.cap)
@@ -48,43 +46,40 @@ def test_every_combination_is_what_whole_scores_give_with_its_gradients(length):
     qkv = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
     sinks, outer = torch.randn(HEADS, generator=draw).requires_grad_(), torch.randn(shapes[0], generator=draw)
     texts = torch.stack([torch.arange(length) // 37, torch.arange(length) // 290])
-    kind = ActivationSpec(length, torch.float32, torch.device("cpu"))
     for window, several, cap, sink, positions in CASES if length < MAX_SAVED_CONTEXT else CASES[::5]:
-        layer = "full" if window is None else "window"
-        config = ModelConfig.of(
-            {
-                "hidden": 64,
-                "attention.heads": HEADS,
-                "attention.kv_heads": GROUPS,
-                "positions": positions,
-                "attention.pattern": [layer],
-                "attention.window": window,
-            }
-        )
         documents = texts if several else None
         how = Scores(0.3 if cap else None, cap, sinks=sinks if sink else None)
         starts = block_starts(texts, range(0, length, ROWS_PER_BLOCK)) if several else None
-        batch, prepared = MicroBatch(torch.empty(0), documents=documents), layout.Prepared(starts=starts)
-        metadata = layer_context(config, kind, SINGLE, batch, config.blocks[0], prepared)
-        slopes = position.alibi_slopes(HEADS, kind.device) if positions == "alibi" else None
+        slopes = position.alibi_slopes(HEADS, CPU) if positions == "alibi" else None
+        context = LayerContext(window=window, documents=documents, starts=starts, slopes=slopes)
         inputs = [*qkv, sinks] if sink else qkv
         results = []
-        for y in (attend(*qkv, metadata, how), in_full(*qkv, documents, window, slopes, how)):
+        for y in (attend(*qkv, context, how), in_full(*qkv, documents, window, slopes, how)):
             results.append([y.detach(), *torch.autograd.grad(y, inputs, outer)])
         for ours, whole in zip(*results, strict=True):
             assert (ours - whole).abs().max() < 2e-5, (window, several, cap, sink, positions)
+
+
+def test_dropout_of_capped_scores_in_a_window_is_that_of_their_softmax():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, HEADS, 90, WIDTH, generator=draw) for _ in range(3))
+    how = Scores(0.3, 2.0, dropout=0.5)
+    torch.manual_seed(7)
+    found = attend(q, k, v, LayerContext(window=50), how)
+    torch.manual_seed(7)
+    dropped = F.dropout(in_full(q, k, torch.eye(90).expand(2, HEADS, 90, 90), None, 50, None, how), 0.5)
+    assert (found - dropped @ v).abs().max() < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_takes_windows_caps_and_sinks():
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 200, WIDTH, generator=draw) for heads in (HEADS, GROUPS, GROUPS))
-    kind = ActivationSpec(200, torch.float32, torch.device("cpu"))
     documents = torch.stack([torch.arange(200) // 37, torch.arange(200) // 150])
     sinks = torch.randn(HEADS, generator=draw)
     for window, cap, sink in ((None, None, sinks), (None, 2.0, None), (50, None, None), (50, 2.0, sinks)):  # all pairs
         how = Scores(0.3, cap, sinks=sink)
-        flex = Flex(block_mask(kind, documents, window), None)
+        flex = Flex(block_mask(200, CPU, documents, window), None)
         whole = in_full(q, k, v, documents, window, None, how)
         assert (flex_attention(q, k, v, flex, how) - whole).abs().max() < 1e-5, (window, cap, sink is None)
 

@@ -4,16 +4,10 @@ import pytest
 import torch
 
 from hpclm.config import ModelConfig
-from hpclm.model.attention.layout import (
-    ROWS_PER_BLOCK,
-    ActivationSpec,
-    Flex,
-    Prepared,
-    block_mask,
-    block_starts,
-    layer_context,
-)
+from hpclm.model.attention.layout import Layouts, block_mask
 from hpclm.model.attention.scores import Scores, attend, blocked, by_pieces, flex_attention
+from hpclm.model.compiled import StackCompilation
+from hpclm.model.context import Flex
 from hpclm.model.dropout import dropout
 from hpclm.model.position import alibi_slopes
 from hpclm.parallel.mesh import SINGLE, Axis
@@ -79,23 +73,24 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
             "attention.window": window,
         }
     )
-    kind = ActivationSpec(length, torch.float32, CPU)
     documents = torch.stack([torch.arange(length) // 37, torch.arange(length) // 290]) if several else None
     how = Scores(0.3)
-    batch = MicroBatch(torch.empty(0), documents=documents)
-    whole = blocked(q, k, v, how, layer_context(config, kind, SINGLE, batch))
+
+    def context(axis):
+        layouts = Layouts(config, torch.float32, config.blocks, (SINGLE, axis), StackCompilation(()))
+        return layouts.of(MicroBatch(torch.zeros(2, length // axis.size), documents=documents))[config.blocks[0]]
+
+    whole = blocked(q, k, v, how, context(SINGLE))
     for rank in range(2):
         mine = part(rank, length)
-        begins = [begin for begin, _ in row_blocks(mine.pieces, ROWS_PER_BLOCK)]
-        starts = block_starts(documents, begins) if several else None
-        metadata = layer_context(config, kind, SINGLE, batch, config.blocks[0], Prepared(starts=starts, part=mine))
+        metadata = context(Axis(2, rank))
         assert torch.equal(metadata.positions[0], mine.places)
         rows = q[:, :, mine.places]
         assert (attend(rows, k, v, metadata, how) - whole[:, :, mine.places]).abs().max() < 1e-5
         halves = [x.bfloat16() for x in (rows, k, v)]
         assert (attend(*halves, metadata, how) - whole[:, :, mine.places]).abs().max() < 0.03
         slopes = alibi_slopes(4, CPU) if positions == "alibi" else None
-        flex = Flex(block_mask(kind, documents, window, mine), slopes, mine.places)
+        flex = Flex(block_mask(length, CPU, documents, window, mine), slopes, mine.places)
         assert (flex_attention(rows, k, v, flex, how) - whole[:, :, mine.places]).abs().max() < 1e-5
         if (positions, window) == ("rope", None):  # the kernels of a GPU, which a CPU replaces by a mask
             assert (by_pieces(rows, k, v, how, mine) - whole[:, :, mine.places]).abs().max() < 1e-5

@@ -68,17 +68,16 @@ class LatentAttention(TensorParallelModule):
             plain, turned = q.split(self.sizes, -1)
             q = torch.cat([plain, rotate(turned, context.cos, context.sin)], -1)
             shared = rotate(shared, context.cos, context.sin)
-        how = self.how._replace(dropout=self.dropout if self.training else 0.0)
         if context.cache is not None:
-            kept = torch.cat([latent, shared[:, :, 0]], -1)
-            kept = context.cache.extended(self, kept)  # of earlier tokens too
-            latent, shared = kept[..., : self.rank], kept[..., None, self.rank :]
-            return self.out(context.cache.attended(q, *self._keys_and_values(latent, shared), context.mask, how))
+            [kept] = context.cache.stored(self, torch.cat([latent, shared[:, :, 0]], -1))
+            latent = kept[..., : self.rank]
+            shared = kept[..., None, self.rank :]
         k, v = self._keys_and_values(latent, shared)
         if self.largest is not None and self.training:
             keys = k if context.part is None else context.part.whole(k.detach())
             now = largest_scores(q.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), self.how.scale, context)
             self.largest.copy_(torch.maximum(self.largest, now))
+        how = self.how._replace(dropout=self.dropout if self.training else 0.0)
         again = self.recompute_core and self.training
         return self.out(core(q, k, v, context, how, again))
 

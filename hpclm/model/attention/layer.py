@@ -70,7 +70,7 @@ class Attention(TensorParallelModule):
             self.largest.copy_(torch.maximum(self.largest, now))
         how = self.how._replace(dropout=self.dropout if self.training else 0.0, sinks=self.sinks)
         if context.cache is not None:
-            return self.out(context.cache.attend(self, q, k, v, context.mask, how))
+            k, v = context.cache.stored(self, k, v)
         return self.out(core(q, k, v, context, how, self.recompute_core and self.training))
 
     def clip_factors(self, largest: Tensor, limit: float) -> dict[str, Tensor]:

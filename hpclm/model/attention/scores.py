@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hpclm.model.attention.layout import ROWS_PER_BLOCK
+from hpclm.model.attention.layout import ROWS_PER_BLOCK, visible
 from hpclm.model.context import Flex, LayerContext
 from hpclm.model.layers import capped, scaled
 from hpclm.parallel.sequence import SequencePart, row_blocks
@@ -43,7 +43,7 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
-CAUSAL = LayerContext(None, None, None, None)
+CAUSAL = LayerContext()
 """Causal attention to all earlier tokens."""
 
 
@@ -69,31 +69,31 @@ def _core(q: Tensor, k: Tensor, v: Tensor, context: LayerContext, how: Scores) -
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, context: LayerContext, how: Scores = PLAIN) -> Tensor:
-    """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D], by the kernel that ``context`` was prepared for."""
+    """[B, H, t, D] queries, [B, G, T, D] keys and values -> [B, H, t, D]: by FlexAttention if ``context`` has its mask, else by PyTorch's
+    kernels if the mask is plain, else in blocks. In generation, the queries are those of the last t tokens."""
     if context.flex is not None:
         alone = context.flex.alone
         run = flex_attention if alone is None else alone(flex_attention)
         return run(q, k, v, context.flex._replace(alone=None), how)
-    special = (context.window, context.documents) != (None, None) or not how.plain
-    if context.part is not None and not special and context.slopes is None and whole_kernels(q):
-        return by_pieces(q, k, v, how, context.part)
-    if context.mask is None and (special or context.part is not None):
+    if not (context.plain and how.plain):
         return blocked(q, k, v, how, context)
-    return dot_product_attention(q, k, v, context.mask, how)
+    if context.part is None:
+        return dot_product_attention(q, k, v, how)
+    return by_pieces(q, k, v, how, context.part) if whole_kernels(q) else blocked(q, k, v, how, context)
 
 
-def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Scores = PLAIN) -> Tensor:
-    """[B, H, T, D] queries, [B, G, S, D] keys and values -> [B, H, T, D].
-
-    ``mask`` [B or 1, 1 or H, T, S] is True where attention is allowed, or is added to the scores; None: causal.
-    """
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN) -> Tensor:
+    """[B, H, T, D] queries, [B, G, T, D] keys and values -> [B, H, T, D], causal; a single query attends to all keys."""
     grouped = q.shape[1] != k.shape[1]
-    if not how.plain:
-        return weighted(grouped_scores(q, k, how), v, mask, how)
-    if not q.is_cuda and mask is None and not how.dropout and not grouped and q.shape[2] <= MAX_SAVED_CONTEXT:
+    if q.shape[2] == 1:
+        # a single token needs no causal order, so the queries of a group take the place of a sequence
+        group = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # [B, G, H/G, D]
+        y = F.scaled_dot_product_attention(group, k, v, dropout_p=how.dropout, scale=how.scale)
+        return y.reshape(*q.shape[:3], -1)
+    if not q.is_cuda and not how.dropout and not grouped and q.shape[2] <= MAX_SAVED_CONTEXT:
         return blocked(q, k, v, how)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=how.dropout, enable_gqa=grouped, scale=how.scale
+        q, k, v, is_causal=True, dropout_p=how.dropout, enable_gqa=grouped, scale=how.scale
     )
 
 
@@ -118,7 +118,7 @@ def by_pieces(q: Tensor, k: Tensor, v: Tensor, how: Scores, part: SequencePart) 
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, flex: Flex, how: Scores = PLAIN) -> Tensor:
-    """See dot_product_attention; without dropout and without a [T, T] tensor. Fast only when compiled."""
+    """See attend(); without dropout. Fast only when compiled."""
     from torch.nn.attention import flex_attention as library
 
     slopes = flex.slopes
@@ -152,9 +152,10 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, context: Layer
     On CPUs, forward and backward at 256 tokens take three quarters of the time of PyTorch's flash kernel. For longer sequences, each
     block is recomputed in the backward pass, so that no [T, T] tensor exists.
     """
-    q, k, v = (
-        z.contiguous() for z in (q * how.factor(q.shape[-1]), k, v)
-    )  # otherwise each product copies its operands
+    q = (q * how.factor(q.shape[-1])).contiguous()
+    if context.cache is None:  # otherwise each product copies its operands; a cache's are in order
+        k = k.contiguous()
+        v = v.contiguous()
     how = how._replace(scale=1.0)
     recompute = k.shape[2] > MAX_SAVED_CONTEXT and torch.is_grad_enabled()
     out = []
@@ -167,7 +168,7 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, context: Layer
 
 def _by_blocks(q: Tensor, k: Tensor, context: LayerContext) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Begin and end of each block of at most ROWS_PER_BLOCK rows, with its queries."""
-    pieces = ((0, k.shape[2]),) if context.part is None else context.part.pieces
+    pieces = ((k.shape[2] - q.shape[2], k.shape[2]),) if context.part is None else context.part.pieces
     blocks = list(row_blocks(pieces, ROWS_PER_BLOCK))
     return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
 
@@ -188,24 +189,20 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, context: Lay
     first = end - k.shape[2]
     scores = grouped_scores(q, k, how)
     rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
-    if (context.window, context.documents, context.slopes) == (None, None, None):
+    if context.plain:
         # only the square on the diagonal needs a mask; earlier columns are visible to every row of the block
         scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
-        return weighted(scores, v, None, how)
+        return weighted(scores, v, how)
     if context.slopes is not None:
         scores = scores + (context.slopes[:, None, None] * (columns - rows[:, None])).to(scores.dtype)
-    return weighted(scores.masked_fill(_hidden(rows, columns, context), -torch.inf), v, None, how)
+    return weighted(scores.masked_fill(~_visible(rows, columns, context), -torch.inf), v, how)
 
 
-def _hidden(rows: Tensor, columns: Tensor, context: LayerContext) -> Tensor:
-    """[B or 1, 1 or H, rows, columns]: True where a row does not attend to a column. Rows and columns are consecutive indices."""
-    hidden = (columns > rows[:, None])[None, None]
-    if context.window is not None:
-        hidden = hidden | (columns <= rows[:, None] - context.window)
-    if context.documents is not None:
-        of_rows, of_columns = (context.documents[:, index] for index in (rows, columns))
-        hidden = hidden | (of_rows[:, None, :, None] != of_columns[:, None, None, :])
-    return hidden
+def _visible(rows: Tensor, columns: Tensor, context: LayerContext) -> Tensor:
+    """[B or 1, 1, rows, columns]: see visible()."""
+    documents = context.documents
+    pair = None if documents is None else (documents[:, None, rows, None], documents[:, None, None, columns])
+    return visible(rows[None, None, :, None], columns, context.window, pair)
 
 
 def largest_scores(q: Tensor, k: Tensor, scale: float | None, context: LayerContext) -> Tensor:
@@ -219,12 +216,10 @@ def largest_scores(q: Tensor, k: Tensor, scale: float | None, context: LayerCont
     for number, ((begin, end), queries) in enumerate(_by_blocks(q, k, context)):
         first = _first(number, begin, context)
         rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
-        hidden = _hidden(rows, columns, context)
-        if context.mask is not None:
-            mask = context.mask[:, :, begin:end, first:end]
-            hidden = hidden | (~mask if mask.dtype == torch.bool else mask == -torch.inf)
         scores = grouped_scores(queries, k[:, :, first:end], Scores(scale))
-        largest = torch.maximum(largest, scores.masked_fill(hidden, -torch.inf).amax((0, 2, 3)))
+        largest = torch.maximum(
+            largest, scores.masked_fill(~_visible(rows, columns, context), -torch.inf).amax((0, 2, 3))
+        )
     return largest.float()
 
 
@@ -235,13 +230,13 @@ def grouped_scores(q: Tensor, k: Tensor, how: Scores) -> Tensor:
     return capped(scores, how.cap)
 
 
-def weighted(scores: Tensor, v: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
-    """[B, H, T, S] scores and [B, G, S, D] values -> [B, H, T, D], without dropout. ``mask``: see dot_product_attention."""
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+def weighted(scores: Tensor, v: Tensor, how: Scores) -> Tensor:
+    """[B, H, T, S] scores and [B, G, S, D] values -> [B, H, T, D]."""
     if how.sinks is None:
         weights = scores.softmax(-1)
     else:
         sinks = how.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    if how.dropout:
+        weights = F.dropout(weights, how.dropout)
     return (weights.reshape(len(v), v.shape[1], -1, v.shape[2]) @ v).view(*scores.shape[:3], -1)

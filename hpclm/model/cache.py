@@ -57,7 +57,7 @@ class KeyValueCache:
         positions = self._slots[None, self._first : self.used]
         documents = None
         if self._pads is not None:
-            # padding on the left is a document of its own; it has no position, and 0 is always valid
+            # padding on the left counts as another document; it has no position, and 0 is always valid
             documents = self._slots[: self.used] >= self._pads
             positions = (positions - self._pads).clamp(min=0)
         shared = LayerContext(positions, cache=self, documents=documents, slopes=self._slopes)

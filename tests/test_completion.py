@@ -47,7 +47,7 @@ LINES = {  # typed, with <TAB>: the arguments that the program gets
         "optim.weight_decay=0",
     ],
     "reque<TAB> my-<TAB> sto<TAB> --wai<TAB> 1": ["request", "my-first-run", "stop", "--wait", "1"],
-    "data insp<TAB> --hist<TAB> tar<TAB>": ["data", "inspect", "--histogram", "target"],
+    "data insp<TAB> --tokenizer-f<TAB> tar<TAB>": ["data", "inspect", "--tokenizer-files", "target"],
     "convert my-<TAB> tar<TAB> --dt<TAB>b<TAB>": ["convert", "my-first-run", "target", "--dtype", "bf16"],
     "generate runs/my-<TAB>": ["generate", "runs/my-first-run"],
     "help preproc<TAB>": ["help", "preprocess"],

@@ -128,7 +128,7 @@ CASES = {
     "evaluate runs/saved --text missing.txt": (64, "missing.txt cannot be read"),
     "generate runs/saved-text --prompts missing.txt": (64, "missing.txt"),
     "report runs/saved -o missing/report.html": (64, "missing"),
-    **{f"data {what} missing": (64, "missing.bin and missing.idx") for what in ("inspect", "verify", "hash")},
+    **{f"data {what} missing": (64, "missing.bin and missing.idx") for what in ("inspect", "verify")},
     "preprocess --input missing.txt --output-prefix made --tokenizer bytes": (64, "missing.txt"),
     "preprocess --input text.txt --output-prefix made --tokenizer json --tokenizer-files missing": (64, "missing"),
     "train-tokenizer --input missing.txt --output made.json --vocab-size 300": (64, "missing.txt"),

@@ -114,7 +114,7 @@ def test_a_dataset_names_a_command_that_trains_on_it_and_one_that_adds_missing_h
     for end in ("bin", "idx"):
         (place / f"bare.{end}").write_bytes((place / f"DATASET_text_document.{end}").read_bytes())
     verified, inspected = (commands(typed("data", verb, "bare")) for verb in ("verify", "inspect"))
-    assert verified == inspected == [["data", "hash", "bare"]]
+    assert verified == inspected == [["data", "verify", "--record", "bare"]]
     typed(*verified[0])
     assert "the content has not changed since" in typed("data", "verify", "bare")
 

@@ -90,7 +90,6 @@ MISTAKES = {
     ("submit", "debug", "--dry-run", "--ranks", "0", "--gpus-kind", "X"): "--gpus-kind 'X' is an unknown kind of GPU; choose one of B200",
     ("submit", "debug", "--nodes", "x"): "job.nodes='x' must be a whole number",
     ("data", "inspect", "x", "--tokenizer-files", "t.json"): "--tokenizer-files goes with --tokenizer\n",
-    ("data", "inspect", "x", "--histogram", "a.jpg"): "--histogram a.jpg must end in .svg or .png\n",
     ("data", "inspect", "x", "--documents", "-1"): "argument --documents: '-1' is not a whole number of at least 0\n",
     ("data", "verify", "x", "--vocab-size", "1e3"): "argument --vocab-size: '1e3' is not a whole number of at least 0\n",
     ("data", "verify", "x", "--vocab-size", "1" * 19): f"argument --vocab-size: '{'1' * 19}' is not a whole number of at least 0\n",

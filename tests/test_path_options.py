@@ -31,11 +31,9 @@ COMMANDS = [
         "data inspect {}",
         "data inspect x --tokenizer {}",
         "data inspect x --tokenizer-files {}",
-        "data inspect x --histogram {}",
     ),
     *(
         "data verify {}",
-        "data hash {}",
         "data merge {} a b",
         "data merge out a {}",
         "data convert {} out --layout fairseq",

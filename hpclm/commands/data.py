@@ -1,10 +1,9 @@
-"""``hpclm data``: inspect, verify, hash, merge and convert datasets."""
+"""``hpclm data``: inspect, verify, merge and convert datasets."""
 
 import io
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from hpclm.base import paths
@@ -16,7 +15,7 @@ DTYPES = ["uint8", "int8", "int16", "uint16", "int32", "int64", "uint32", "uint6
 
 
 def main(command: Callable[..., None], **options: Any) -> int:
-    """Run one of the five subcommands."""
+    """Run one of the subcommands."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal's encoding may lack characters of documents
     command(**options)
@@ -26,7 +25,6 @@ def main(command: Callable[..., None], **options: Any) -> int:
 def inspect(
     prefix: str,
     documents: int,
-    histogram: Path | None,
     as_json: bool,
     tokenizer: str | None,
     tokenizer_files: list[str],
@@ -34,41 +32,23 @@ def inspect(
     """Print the counts, lengths, tokenizer and first documents of a dataset."""
     if tokenizer_files and not tokenizer:
         raise UsageError("--tokenizer-files goes with --tokenizer")
-    if histogram and histogram.suffix not in (".svg", ".png"):
-        raise UsageError(f"--histogram {histogram} must end in .svg or .png")
     from hpclm.data.indexed import IndexedDataset
     from hpclm.preprocess import inspect, verify
 
     contents = inspect.report(IndexedDataset(verify.prefix(prefix)), documents, tokenizer, tokenizer_files)
-    if histogram:
-        inspect.histogram(contents, histogram)
     say(json.dumps(contents, ensure_ascii=False, indent=1) if as_json else inspect.as_text(contents))
 
 
-def verify(prefix: list[str], vocab_size: int | None) -> None:
+def verify(prefix: list[str], vocab_size: int | None, record: bool) -> None:
     """Print the result of verifying each dataset."""
     from hpclm.data.indexed import IndexedDataset
     from hpclm.preprocess.verify import verification_summary, verify
 
     def verified(name: str) -> str:
         dataset = IndexedDataset(name)
-        return verification_summary(dataset, verify(dataset, vocab_size))
+        return verification_summary(dataset, verify(dataset, vocab_size, record))
 
     _for_each(prefix, verified)
-
-
-def hash(prefix: list[str], overwrite: bool) -> None:
-    """Record the content hashes of datasets."""
-    from hpclm.data.indexed import IndexedDataset
-    from hpclm.preprocess.verify import add_hashes
-
-    def add(name: str) -> str:
-        content, added = add_hashes(IndexedDataset(name), overwrite)
-        if not added:
-            return f"content hash {content.bin}, as recorded"
-        return f"content hash {content.bin} recorded in {name}.json; it cannot detect earlier damage"
-
-    _for_each(prefix, add)
 
 
 def merge(
@@ -108,7 +88,7 @@ def parser() -> Parser:
     options = Parser(
         prog="hpclm data",
         intermixed=False,
-        description="Inspect, verify, hash, merge and convert datasets.",
+        description="Inspect, verify, merge and convert datasets.",
         allow_abbrev=False,
     )
     commands = options.add_subparsers(required=True, metavar="COMMAND")
@@ -123,9 +103,6 @@ def parser() -> Parser:
     sub.add_argument(
         "--documents", type=whole(0), default=3, metavar="N", help="show the first N documents; default: 3"
     )
-    sub.add_argument(
-        "--histogram", type=paths.option_path, metavar="FILE", help="plot the document lengths as .svg or .png"
-    )
     sub.add_json("print JSON")
     decode = "tokenizer to decode text with; default: the one recorded with the dataset"
     sub.add_argument("--tokenizer", type=paths.option, metavar="KIND", help=decode)
@@ -138,12 +115,8 @@ def parser() -> Parser:
     sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=prefixes_help)
     limit = "every token must be below N; default: the recorded vocabulary size"
     sub.add_argument("--vocab-size", type=whole(0), metavar="N", help=limit)
-
-    sub = command(
-        "hash", hash, "record content hashes of datasets, to detect corruption later; or compare recorded ones"
-    )
-    sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=prefixes_help)
-    sub.add_argument("--overwrite", action="store_true", help="replace recorded hashes by those of the current files")
+    keep = "store hashes of the files as they are, to detect later changes, instead of comparing them"
+    sub.add_argument("--record", action="store_true", help=keep)
 
     sub = command("merge", merge, "concatenate datasets")
     sub.add_argument("out", type=paths.option, metavar="OUT", help="path of the dataset to write")

@@ -54,8 +54,8 @@ def noted(prefix: str | Path) -> DatasetContent | None:
         if readable and hash_of_blocks(content.blocks) == content.bin:
             return content
     raise ConfigError(
-        f"the content hash in {files(prefix)[2]} is corrupt, or from another version of hpclm; restore that file, or hash the "
-        f"dataset as it is now: hpclm data hash --overwrite {prefix}"
+        f"the content hash in {files(prefix)[2]} is corrupt, or from another version of hpclm; restore that file, or record the "
+        f"hash of the dataset as it is now: hpclm data verify --record {prefix}"
     )
 
 
@@ -109,5 +109,5 @@ def damaged(dataset: IndexedDataset, wrong: Sequence[int], checked: int) -> Conf
     return ConfigError(
         f"{dataset.bin_path} is corrupt: {len(wrong)} of {checked} blocks of 1 MiB do not match the content hash in "
         f"{files(dataset.prefix)[2]}, the first one at {whereabouts(dataset, place)}. Copy or create the dataset again; if it was "
-        f"changed on purpose: hpclm data hash --overwrite {dataset.prefix}"
+        f"changed on purpose: hpclm data verify --record {dataset.prefix}"
     )

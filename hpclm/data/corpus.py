@@ -91,7 +91,7 @@ class Corpus:
             names = ", ".join(unknown[:3])
             if len(unknown) > 3:
                 names += f" and {len(unknown) - 3} more"
-            command = f"hpclm data hash {' '.join(map(typed, unknown))}"
+            command = f"hpclm data verify --record {' '.join(map(typed, unknown))}"
             said.append(
                 f"data: lengths and index of {names} are valid; their tokens cannot be verified without hashes; to add them: {command}"
             )

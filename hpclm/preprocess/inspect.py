@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpclm.base.errors import ConfigError, unwritten
-from hpclm.base.files import typed, write_bytes
+from hpclm.base.errors import ConfigError
+from hpclm.base.files import typed
 from hpclm.base.terminal import many
 from hpclm.config.data import DataConfig
 from hpclm.data import chat_record, tokenizers
@@ -49,7 +49,6 @@ def report(
         "tokens": dataset.token_count,
         "document_lengths": summary(lengths),
         "sequence_lengths": summary(counted(_sequence_lengths(dataset))),
-        "histogram": bins(lengths),
         "tokenizer": tokenizer.fingerprint if tokenizer else named,
         "tokenizer_missing": missing,
         "chat": chat and chat.note(),
@@ -72,7 +71,7 @@ def as_text(report: dict[str, Any]) -> str:
         "tokenizer": "unknown",
         "": report["tokenizer_missing"] or "",
         "an answer ends with": _ends(report["chat"]),
-        "content hash": report["content"] or f"none; to add one: hpclm data hash {typed(report['prefix'])}",
+        "content hash": report["content"] or f"none; to add one: hpclm data verify --record {typed(report['prefix'])}",
         "tokens in a document": _line(report["document_lengths"]),
     }
     if report["tokenizer"]:
@@ -125,33 +124,6 @@ def summary(lengths: Counter[int]) -> dict[str, float]:
         "max": max(lengths),
         "empty": lengths[0],
     }
-
-
-def bins(lengths: Counter[int]) -> list[tuple[int, int, int]]:
-    """(low, high, count) of lengths from low to high: 0, 1, 2 to 3, 4 to 7, and so on, without empty bins at either end."""
-    counts = Counter[int]()
-    for length, count in lengths.items():
-        counts[length.bit_length()] += count
-    bits = range(min(counts, default=0), max(counts, default=-1) + 1)
-    return [(1 << n >> 1, (1 << n) - 1, counts[n]) for n in bits]
-
-
-def histogram(contents: dict[str, Any], path: Path) -> None:
-    """Plot the document lengths of a report; ConfigError if the format is unknown or the file cannot be written."""
-    from hpclm.reporting.image_style import encoded
-    from hpclm.reporting.images import histogram as drawn
-
-    counts = f"{many(contents['documents'], 'document')}, {many(contents['tokens'], 'token')}"
-    title = f"{Path(contents['prefix']).name}: {counts}"
-    bins = contents["histogram"]
-    names = [f"{low:,}" if low == high else f"{low:,}–{high:,}" for low, high, _ in bins]
-    if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"--histogram {path} must end in .svg or .png")
-    content = encoded(drawn(names, [count for *_, count in bins], title), path.suffix[1:])
-    try:
-        write_bytes(path, content)
-    except OSError as error:
-        raise unwritten(error, path, "choose another place for --histogram") from None
 
 
 def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokenizers.Tokenizer | None, str | None]:

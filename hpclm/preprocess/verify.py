@@ -1,4 +1,4 @@
-"""Verify a dataset: every entry of its index, every token, and its PREFIX.json; add its hashes there."""
+"""Verify a dataset: every entry of its index, every token, and its PREFIX.json."""
 
 import json
 from collections.abc import Sequence
@@ -15,46 +15,33 @@ from hpclm.data.indexed import IndexedDataset, files, sidecar, whereabouts
 from hpclm.preprocess.hashing import TokenReader
 
 
-def verify(dataset: IndexedDataset, vocab_size: int | None = None) -> dict[str, Any]:
+def verify(dataset: IndexedDataset, vocab_size: int | None = None, record: bool = False) -> dict[str, Any]:
     """Read all of ``dataset``, with a progress bar; ConfigError names the wrong entry or token, and its place.
 
-    ``vocab_size``: limit of the token ids; None: the size of the dataset's tokenizer, or no limit if that is unknown. Returns counts of
-    sequences, documents and tokens, the highest token, the limit, and the content hash. Without a hash (None), a change to another valid
-    token goes undetected.
+    ``vocab_size``: limit of the token ids; None: the size of the dataset's tokenizer, or no limit if that is unknown. ``record``: store
+    the hashes of the files as they are in PREFIX.json, instead of comparing them. Returns counts of sequences, documents and tokens, the
+    highest token, the limit, and the content hash. Without a hash (None), a change to another valid token goes undetected.
     """
+    path = files(dataset.prefix)[2]
     note = sidecar(dataset.prefix)
-    recorded = noted(dataset.prefix)
+    recorded = None if record else noted(dataset.prefix)
     size = _vocabulary(note, vocab_size)
     check_index(dataset)
     counts = {"documents": dataset.document_count, "sequences": len(dataset), "tokens": dataset.token_count}
     wrong = [f"{counts[key]} {key}, not {note[key]!r}" for key in counts if key in note and note[key] != counts[key]]
-    if wrong:
-        path = files(dataset.prefix)[2]
+    if wrong and not record:
         raise ConfigError(f"{path} belongs to another dataset: {dataset.idx_path} has {' and '.join(wrong)}")
-    highest, _ = _check_tokens(dataset, recorded, size)
+    highest, content = _check_tokens(dataset, recorded, size)
+    if record:
+        recorded = content
+        note |= {key: counts[key] for key in ("documents", "tokens") if key in note or not note}
+        note |= {KEY: content.note()}
+        try:
+            write_text(path, json.dumps(note, indent=1, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise unwritten(error, path, "no hash was stored") from error
     hashes = {"content": recorded and recorded.bin, "content_added": recorded and recorded.added}
     return {**counts, "highest_token": highest, "vocab_size": size, **hashes}
-
-
-def add_hashes(dataset: IndexedDataset, overwrite: bool = False) -> tuple[DatasetContent, bool]:
-    """Store the hashes of a dataset in PREFIX.json, which is created if missing. Returns the hashes, and whether they were added.
-
-    ConfigError if other hashes are stored there, unless ``overwrite``; for tokens outside the vocabulary of its tokenizer; or if it
-    cannot be written.
-    """
-    path = files(dataset.prefix)[2]
-    note = sidecar(dataset.prefix)
-    recorded = None if overwrite else noted(dataset.prefix)
-    check_index(dataset)
-    _, content = _check_tokens(dataset, recorded, _vocabulary(note, None))
-    if recorded is not None:
-        return recorded, False
-    note = note or {"documents": dataset.document_count, "tokens": dataset.token_count}
-    try:
-        write_text(path, json.dumps(note | {KEY: content.note()}, indent=1, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise unwritten(error, path, "no hash was stored") from error
-    return content, True
 
 
 def verification_summary(dataset: IndexedDataset, result: dict[str, Any]) -> str:
@@ -70,10 +57,10 @@ def verification_summary(dataset: IndexedDataset, result: dict[str, Any]) -> str
     if result["content"]:
         since = "it was written"
         if result["content_added"]:
-            since = f"hpclm data hash recorded it at {result['content_added']}"
+            since = f"its hash was recorded at {result['content_added']}, which cannot detect earlier damage"
         content = f"the content has not changed since {since} (hash {result['content'][:8]}…)"
     else:
-        add = f"hpclm data hash {typed(dataset.prefix)}"
+        add = f"hpclm data verify --record {typed(dataset.prefix)}"
         content = f"it has no content hash, so a change to other valid tokens goes undetected; to add one: {add}"
     return f"verified: {counts}; {content}"
 

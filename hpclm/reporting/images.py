@@ -2,11 +2,10 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpclm.reporting import timeline
-from hpclm.reporting.charts import COLOURS, Chart, charts
+from hpclm.reporting.charts import Chart, charts
 from hpclm.reporting.expert_history import HIGHEST, LOADS, LOWEST, NO_TOKEN, ExpertHistory
 from hpclm.reporting.history import History
 from hpclm.reporting.image_style import INK, encoded, new_figure, styled
@@ -60,16 +59,6 @@ def loss_png(history: History, title: str) -> bytes | None:
         if chart is None or chart.key != "loss":
             return None
         return encoded(curves(chart, title), dpi=100)
-
-
-def histogram(names: Sequence[str], counts: Sequence[int], title: str) -> "Figure":
-    """Document lengths: a bar for each bin, with its name below it."""
-    with styled("--histogram", title):
-        figure, axes = new_figure(*WIDE)
-        axes.bar(range(len(counts)), counts, color=COLOURS[0])
-        axes.set_xticks(range(len(names)), names, rotation=35, ha="right")
-        axes.set(xlabel="tokens in a document", ylabel="documents", title=title)
-    return figure
 
 
 def _heat_maps(load: ExpertHistory) -> "Figure":

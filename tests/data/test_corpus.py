@@ -279,7 +279,7 @@ def test_what_is_verified_of_the_data_is_told_in_blocks_and_datasets_without_has
     assert intact == "data: verified 3 random blocks of 3, each of 1 MiB; hpclm data verify reads all"
     b, c, d, e = blend[2:]
     assert f"index of {b}, {c}, {d} and 1 more are valid" in unknown and unknown.endswith(
-        f"hpclm data hash {b} {c} {d} {e}"
+        f"hpclm data verify --record {b} {c} {d} {e}"
     )
     [unknown] = source(blend=blend[2:5], split="1").check_content()
     assert f"index of {b}, {c}, {d} are valid" in unknown

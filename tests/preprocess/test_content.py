@@ -20,7 +20,7 @@ from hpclm.data.corpus import SAMPLED
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.distributed.context import single
 from hpclm.preprocess.hashing import Hasher
-from hpclm.preprocess.verify import add_hashes, verify
+from hpclm.preprocess.verify import verify
 from hpclm.preprocess.writer import Writer
 from hpclm.training import loop
 from hpclm.training.start import RunStart
@@ -85,14 +85,13 @@ def test_zeros_are_found_and_where_they_begin(large, capsys):
 
 def test_a_hash_that_is_added_later_vouches_for_nothing_before_it(large, capsys):
     large.with_suffix(".json").unlink()
-    assert cli.main(["data", "hash", str(large)]) == 0
-    assert "it cannot detect earlier damage" in capsys.readouterr().out
+    assert cli.main(["data", "verify", "--record", str(large)]) == 0
+    assert "which cannot detect earlier damage" in capsys.readouterr().out
     zero(large.with_suffix(".bin"), 3 * HASH_BLOCK_BYTES + 10, 50 * HASH_BLOCK_BYTES)
     large.with_suffix(".json").unlink()
-    for _ in range(2):  # the second time it compares
-        assert cli.main(["data", "hash", str(large)]) == 0
+    assert cli.main(["data", "verify", "--record", str(large)]) == 0
     assert cli.main(["data", "verify", str(large)]) == 0
-    assert "has not changed since hpclm data hash recorded it at 20" in capsys.readouterr().out
+    assert "has not changed since its hash was recorded at 20" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])
@@ -127,7 +126,7 @@ def test_merged_and_converted_datasets_get_new_hashes(large, tmp_path):
     assert cli.main(["data", "merge", str(tmp_path / "m"), str(large), str(large), "--dtype", "int32"]) == 0
     assert cli.main(["data", "convert", str(large), str(tmp_path / "c"), "--layout", "fairseq"]) == 0
     for name in ("m", "c"):
-        assert cli.main(["data", "hash", str(tmp_path / name)]) == 0  # compares
+        assert cli.main(["data", "verify", str(tmp_path / name)]) == 0
     assert content.noted(tmp_path / "c").bin == content.noted(large).bin != content.noted(tmp_path / "m").bin
 
 
@@ -136,19 +135,16 @@ def test_hashes_are_added_to_datasets_of_other_projects(tmp_path, capsys):
     (tmp_path / "x.json").unlink()
     assert cli.main(["data", "verify", str(tmp_path / "x")]) == 0
     assert "it has no content hash, so a change to other valid tokens goes undetected" in capsys.readouterr().out
-    assert cli.main(["data", "hash", str(tmp_path / "x.bin")]) == 0
-    assert f"recorded in {tmp_path}/x.json" in capsys.readouterr().out
+    assert cli.main(["data", "verify", "--record", str(tmp_path / "x.bin")]) == 0
     note = sidecar(tmp_path / "x")
     assert (note["documents"], note["tokens"]) == (2, 3) and "tokenizer" not in note
-    assert cli.main(["data", "hash", str(tmp_path / "x")]) == 0
-    assert ", as recorded" in capsys.readouterr().out
     assert cli.main(["data", "verify", str(tmp_path / "x")]) == 0
-    assert "the content has not changed since hpclm data hash recorded it at 20" in capsys.readouterr().out
+    assert "the content has not changed since its hash was recorded at 20" in capsys.readouterr().out
     zero(tmp_path / "x.bin", 0, 2)
     before = (tmp_path / "x.json").read_bytes()
-    assert cli.main(["data", "verify", str(tmp_path / "x")]) == cli.main(["data", "hash", str(tmp_path / "x")]) == 64
+    assert cli.main(["data", "verify", str(tmp_path / "x")]) == 64
     assert (tmp_path / "x.json").read_bytes() == before
-    assert cli.main(["data", "hash", "--overwrite", str(tmp_path / "x")]) == 0
+    assert cli.main(["data", "verify", "--record", str(tmp_path / "x")]) == 0
     assert cli.main(["data", "verify", str(tmp_path / "x")]) == 0
 
 
@@ -156,7 +152,7 @@ def test_adding_hashes_keeps_everything_else_in_the_json_file(large):
     note = sidecar(large)
     del note["content"]
     (large.with_suffix(".json")).write_text(json.dumps(note))
-    assert cli.main(["data", "hash", str(large)]) == 0
+    assert cli.main(["data", "verify", "--record", str(large)]) == 0
     assert {key: value for key, value in sidecar(large).items() if key != "content"} == note
 
 
@@ -168,8 +164,10 @@ def test_invalid_hashes_are_refused_and_can_be_overwritten(spoil, tmp_path, caps
     note = sidecar(tmp_path / "x")
     (tmp_path / "x.json").write_text(json.dumps(note | {"content": note["content"] | spoil}))
     assert cli.main(["data", "verify", str(tmp_path / "x")]) == 64
-    assert "is corrupt, or from another version of hpclm; restore that file, or hash" in capsys.readouterr().err
-    assert cli.main(["data", "hash", "--overwrite", str(tmp_path / "x")]) == 0
+    assert (
+        "is corrupt, or from another version of hpclm; restore that file, or record the hash" in capsys.readouterr().err
+    )
+    assert cli.main(["data", "verify", "--record", str(tmp_path / "x")]) == 0
     again = sidecar(tmp_path / "x")
     assert again["content"].pop("added") and again == note
 
@@ -177,7 +175,7 @@ def test_invalid_hashes_are_refused_and_can_be_overwritten(spoil, tmp_path, caps
 def test_a_json_file_of_another_program_is_refused_and_not_changed(tmp_path, capsys):
     write(tmp_path / "x", [[[1, 2]]])
     (tmp_path / "x.json").write_text('{"text": "the corpus itself"}')
-    assert cli.main(["data", "hash", str(tmp_path / "x")]) == 64
+    assert cli.main(["data", "verify", "--record", str(tmp_path / "x")]) == 64
     assert "was not written by hpclm" in capsys.readouterr().err
     assert (tmp_path / "x.json").read_text() == '{"text": "the corpus itself"}'
 
@@ -258,7 +256,7 @@ def test_a_run_does_not_resume_with_other_content_if_both_hashes_are_known(large
 def test_a_dataset_with_hashes_but_no_tokenizer_can_be_read(tmp_path):
     write(tmp_path / "x", [[[1, 2, 3] * 300]])
     (tmp_path / "x.json").unlink()
-    add_hashes(IndexedDataset(tmp_path / "x"))
+    verify(IndexedDataset(tmp_path / "x"), record=True)
     config = from_cli(words(tmp_path / "x", "data.split=100,0,0"))
     assert opened(config).fingerprint["tokenizer"] is None
     with pytest.raises(ConfigError, match="nor its dataset names a tokenizer"):

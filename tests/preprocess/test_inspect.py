@@ -1,7 +1,4 @@
 import json
-import xml.etree.ElementTree as xml
-from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +9,6 @@ from hpclm.preprocess import inspect
 from hpclm.preprocess.writer import Writer
 from tests.data.layouts import pack
 from tests.preprocess.test_merge import TOKENIZER, write
-from tests.runs import exit_code
 
 TEXTS = ["Hello", "", "Grüße, 世界 🙂", "x" * 1000]
 
@@ -55,7 +51,6 @@ def test_it_says_the_same_as_json(tmp_path, capsys):
     }
     assert (found["documents"], found["sequences"], found["tokens"], found["dtype"]) == (4, 4, 1025, "uint16")
     assert found["first"] == [{"document": 0, "tokens": 5, "text": "Hello", "cut": False}]
-    assert sum(count for _, _, count in found["histogram"]) == 4
     assert found["tokenizer"] == TOKENIZER
 
 
@@ -100,27 +95,8 @@ def test_control_characters_are_escaped(tmp_path, capsys):
 
 
 def test_an_empty_dataset_is_shown(tmp_path, capsys):
-    out = inspected(capsys, pack(tmp_path / "x", "megatron", [], [0]), "--histogram", tmp_path / "x.svg")
+    out = inspected(capsys, pack(tmp_path / "x", "megatron", [], [0]))
     assert "documents             0" in out
-    xml.parse(tmp_path / "x.svg")
-
-
-def test_the_histogram_is_a_picture_with_a_bar_for_each_bin(tmp_path, capsys):
-    prefix = of_texts(tmp_path / "a&b", ["x" * k for k in range(40)])
-    found = json.loads(inspected(capsys, prefix, "--json", "--histogram", tmp_path / "p.svg"))
-    picture = xml.fromstring((tmp_path / "p.svg").read_text())
-    words = {node.text for node in picture.iter("{http://www.w3.org/2000/svg}text")}
-    bins = {f"{a if a == b else f'{a}–{b}'}" for a, b, _ in found["histogram"]}
-    assert words >= {"a&b: 40 documents, 780 tokens", "tokens in a document", "documents", *bins}
-    inspected(capsys, prefix, "--histogram", tmp_path / "p.png")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_other_picture_formats_are_refused_with_the_supported_ones(tmp_path, capsys):
-    prefix = of_texts(tmp_path / "x")
-    for path, code, why in (("p.html", 2, ".svg or .png"), ("nowhere/p.svg", 64, "nowhere/p.svg: No such file")):
-        assert exit_code(["data", "inspect", prefix, "--histogram", str(tmp_path / path)]) == code
-        assert why in capsys.readouterr().err
 
 
 SPREADS = {
@@ -132,14 +108,6 @@ SPREADS = {
     "very long": [3, 2**31 - 1],
     "from nothing": [0] * 5 + [1] * 90 + [5000],
 }
-
-
-@pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
-def test_bins_are_adjacent_and_contain_every_length_once(spread):
-    bins = inspect.bins(Counter(spread))
-    assert bins[0][0] <= min(spread) <= bins[0][1] and bins[-1][0] <= max(spread) <= bins[-1][1]
-    assert all(a[1] + 1 == b[0] for a, b in pairwise(bins))
-    assert all(count == sum(low <= length <= high for length in spread) for low, high, count in bins)
 
 
 def test_lengths_are_exact_over_many_blocks(tmp_path):

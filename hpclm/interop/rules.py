@@ -59,6 +59,22 @@ def stacked(ours: str, theirs: Sequence[str]) -> ConversionRule:
     return ConversionRule(ours, tuple(theirs), lambda x: x.chunk(len(theirs)), lambda tensors: torch.cat(list(tensors)))
 
 
+def per_expert(ours: str, theirs: Sequence[str], experts: int) -> ConversionRule:
+    """Rule for a weight [E, rows, ...] or bias [E, rows] of all experts, stored as several tensors for each expert, such as gate and
+    up projection. ``theirs``: the names of these tensors, the first expert's first. The tensors of an expert have equally many rows."""
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        first = tensors[0].shape
+        whole = torch.empty((len(theirs), *first))
+        for name, place, part in zip(theirs, whole, tensors, strict=True):
+            if part.shape != first:
+                raise ConfigError(f"{name} has shape {tuple(part.shape)}, but {theirs[0]} has {tuple(first)}")
+            place.copy_(part)
+        return whole.unflatten(0, (experts, -1)).flatten(1, 2)
+
+    return ConversionRule(ours, tuple(theirs), lambda x: x.flatten(0, 1).chunk(len(theirs)), join)
+
+
 def in_one(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
     """Rule for the fused projection, stored as one tensor with all queries, all keys, all values."""
     sizes = [

@@ -123,15 +123,17 @@ class ImportedWeights:
         self.moments = moments.sources
         self.steps = moments.steps
         self.shapes = {name: placement.shape for name, placement in placements(config).items()}
-        for tensor_source in (source, *self.moments.values()):
-            check_names((name for rule in self.rules for name in rule.theirs), tensor_source.names(), place)
+        check_names((name for rule in self.rules for name in rule.theirs), source.names(), place)
+        trained = [name for rule in self.rules if _is_trained(rule) for name in rule.theirs]
+        for moment in self.moments.values():
+            check_names(trained, moment.names(), place)
 
     def tensors(self) -> Iterator[Shard]:
         """Every weight whole, in fp32, followed by its moments."""
         with Bar(self.rules, unit="weight", disable=None) as bar:
             for rule in bar:
                 yield Shard.whole(f"model.{rule.ours}", self._converted(rule, self.source))
-                for moment, source in self.moments.items():
+                for moment, source in self.moments.items() if _is_trained(rule) else ():
                     yield Shard.whole(f"optim.{moment}.{rule.ours}", self._converted(rule, source))
 
     def _converted(self, rule: ConversionRule, source: TensorSource) -> Tensor:
@@ -153,6 +155,11 @@ class ImportedWeights:
     def scalars(self) -> dict[str, Any]:
         """The optimizer's step count."""
         return {"optimizer_steps": self.steps}
+
+
+def _is_trained(rule: ConversionRule) -> bool:
+    """Whether gradients move the weight; the choice bias of a router moves without."""
+    return not rule.ours.endswith(".choice_bias")
 
 
 def settings_of(

@@ -1,7 +1,7 @@
-"""A GPT that Megatron-core trains on a CPU and saves in its torch_dist format: python -m tests.interop.mcore_run OUT [--distributed] [--masked].
+"""A GPT that Megatron-core trains on a CPU and saves in its torch_dist format: python -m tests.interop.mcore_run OUT [--distributed] [--masked] [--experts KIND].
 
-Eight steps; the checkpoint is that after the fourth, and OUT/losses.json has loss and gradient norm of each. Megatron-core only
-knows GPUs, so what asks for one gets the CPU.
+Eight steps; the checkpoint is that after the fourth, and OUT/losses.json has loss and gradient norm of each. OUT/rank has its weights as a
+rank file. Megatron-core only knows GPUs, so what asks for one gets the CPU.
 """
 
 import argparse
@@ -21,6 +21,25 @@ ARGS = dict(
     consumed_train_samples=16, train_iters=8, global_batch_size=4, micro_batch_size=2, seed=77, bf16=False, fp16=False,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=DECAY, clip_grad=1.0, lr=LR, min_lr=LR, lr_decay_style="constant",
 )  # fmt: skip
+
+EXPERTS = dict(
+    num_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=24,
+    moe_layer_freq=[0, 1],
+)
+KINDS = {
+    "losses": dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.05),
+    "sequence": dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.1, moe_router_pre_softmax=True),
+    "bias": dict(
+        moe_router_load_balancing_type="none", moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.05, moe_router_topk_scaling_factor=2.5, moe_router_num_groups=2, moe_router_group_topk=1,
+    ),
+}  # fmt: skip
+"""How tokens choose experts."""
+GATED = dict(swiglu=True, add_bias_linear=False, normalization="RMSNorm", micro_batch_size=4)
+"""The losses that balance experts depend on the micro-batch: with experts, a step has one."""
 
 
 def batch(step):
@@ -50,6 +69,7 @@ class OnCPU(TorchFunctionMode):
 def pretend():
     """Replace what Megatron-core calls of torch.cuda."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
 
     kind = torch.Tensor.type
 
@@ -58,27 +78,29 @@ def pretend():
         return f"torch.cuda.{found.rpartition('.')[2]}" if isinstance(found, str) else found
 
     torch.Tensor.type, torch.Tensor.cuda = named, lambda tensor, *_, **__: tensor
+    moe_utils.te_general_gemm = None  # 0.16.1 defines it only with Transformer Engine
     torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: "cpu"
     for name in ("LongTensor", "FloatTensor", "ByteTensor", "IntTensor"):
         setattr(torch.cuda, name, getattr(torch, name))
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
 
 
-def model_and_optimizer(distributed):
-    """Both wrapped as Megatron-LM wraps them."""
+def model_and_optimizer(distributed, experts):
+    """Both wrapped as Megatron-LM wraps them. ``experts``: arguments of the mixture; empty: a dense network."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
         **SHAPE, use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **of_mixture(experts),
     )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False) if experts else get_gpt_layer_local_spec()
     torch.manual_seed(7)
     model = GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=128, max_sequence_length=16,
+        config, spec, vocab_size=128, max_sequence_length=16,
         share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute",
     )  # fmt: skip
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model)
@@ -89,8 +111,21 @@ def model_and_optimizer(distributed):
     return model, ddp, get_megatron_optimizer(settings, [ddp])
 
 
+def of_mixture(experts):
+    """Fields of TransformerConfig for the arguments of a mixture."""
+    if not experts:
+        return {}
+    fields = {name: value for name, value in experts.items() if name.startswith("moe_")}
+    gated = dict(
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False, normalization="RMSNorm"
+    )
+    return fields | gated | dict(num_moe_experts=experts["num_experts"], moe_token_dispatcher_type="allgather")
+
+
 def step(ddp, optimizer, number, masked):
     """Loss and gradient norm of one step, of one micro-batch or, with masked ends, of two: their losses are averaged."""
+    from megatron.core.distributed import finalize_model_grads
+
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
     future = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
@@ -101,7 +136,7 @@ def step(ddp, optimizer, number, masked):
         part = (losses * counts).sum() / counts.sum() / 2 if masked else losses.mean()
         part.backward()
         loss += part.detach()
-    ddp.finish_grad_sync()
+    finalize_model_grads([ddp])
     for group in optimizer.param_groups:  # as Megatron-LM's scheduler does
         group["lr"], group["weight_decay"] = LR, DECAY * group["wd_mult"]
     _, norm, _ = optimizer.step()
@@ -114,7 +149,9 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--distributed", action="store_true", help="with the distributed optimizer")
     parser.add_argument("--masked", action="store_true", help="losses without masked ends (--eod-mask-loss)")
+    parser.add_argument("--experts", choices=KINDS, help="with experts in the second layer")
     args = parser.parse_args()
+    experts = EXPERTS | GATED | KINDS[args.experts] if args.experts else {}
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     from megatron.core import dist_checkpointing, parallel_state
@@ -123,14 +160,14 @@ def main():
     pretend()
     with OnCPU():
         parallel_state.initialize_model_parallel(1, 1)
-        model, ddp, optimizer = model_and_optimizer(args.distributed)
+        model, ddp, optimizer = model_and_optimizer(args.distributed, experts)
         losses = [step(ddp, optimizer, number, args.masked) for number in range(1, 5)]
         folder = args.out / "iter_0000004"
         folder.mkdir(parents=True)
         sharded = model.sharded_state_dict()
         kind = {"distrib_optim_sharding_type": "fully_reshardable"}
         state = {
-            "args": argparse.Namespace(**ARGS, eod_mask_loss=args.masked, calculate_per_token_loss=False),
+            "args": argparse.Namespace(**ARGS | experts, eod_mask_loss=args.masked, calculate_per_token_loss=False),
             "checkpoint_version": 3.0,
             "iteration": 4,
             "model": sharded,
@@ -141,6 +178,11 @@ def main():
         }
         dist_checkpointing.save(state, str(folder), ("torch_dist", 1))
         (args.out / "latest_checkpointed_iteration.txt").write_text("4")
+        (args.out / "rank/mp_rank_00").mkdir(parents=True)
+        ranks = {key: state[key] for key in ("args", "checkpoint_version", "iteration")}
+        torch.save(
+            ranks | {"model": model.state_dict_for_save_checkpoint()}, args.out / "rank/mp_rank_00/model_optim_rng.pt"
+        )
         losses += [step(ddp, optimizer, number, args.masked) for number in range(5, 9)]
     (args.out / "losses.json").write_text(json.dumps(losses))
 

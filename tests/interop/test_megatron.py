@@ -336,7 +336,7 @@ def test_megatron_cores_own_weights_give_its_own_logits(tmp_path):
 
 
 REFUSED = {
-    "experts": (dict(num_experts=8), "num_experts=8"),
+    "experts": (dict(num_experts=8), "moe_router_topk is missing, so it is unknown how tokens choose experts"),
     "post norm": (dict(apply_residual_connection_post_layernorm=True), "apply_residual_connection_post_layernorm=True"),
     "part of a head": (dict(rotary_percent=0.5), "rotary_percent=0.5"),
     "head width": (dict(kv_channels=16), "kv_channels=16, but hidden_size / num_attention_heads = 6"),

@@ -32,7 +32,7 @@ from hpclm.config import ModelConfig, load
 from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch
 from tests.interop import made, mcore_run
-from tests.interop.test_megatron import ARGS, CORE, FUSED_NORMS, LLAMA, LLAMA_ARGS, SHAPE, Code
+from tests.interop.test_megatron import ARGS, CORE, FUSED_NORMS, LLAMA, LLAMA_ARGS, SHAPE, Code, same_weights
 from tests.runs import PATIENCE, ROOT
 
 main = cli.function("convert")
@@ -125,6 +125,12 @@ def checkpoint(folder, network, args, form=lambda whole: whole, **more):
     optimizer = {"optimizer": {"state": {"common_step": torch.tensor(6.0)}, "param_groups": []}}
     write(folder, tensors, {"args": Namespace(**args), "iteration": 7, "optimizer": optimizer, **more})
     return drawn
+
+
+def weights_of(run):
+    """The weights in a run's newest checkpoint."""
+    _, found = saved(run)
+    return {name.removeprefix("model."): whole for name, whole in found.items() if name.startswith("model.")}
 
 
 def saved(run):
@@ -258,7 +264,9 @@ def test_without_an_optimizer_that_fits_the_weights_are_imported_at_step_0(tmp_p
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "options", [[], ["--distributed"], ["--masked"]], ids=["adam", "distributed optimizer", "masked ends"]
+    "options",
+    [[], ["--distributed"], ["--masked"], *(["--experts", kind, "--distributed"] for kind in mcore_run.KINDS)],
+    ids=["adam", "distributed optimizer", "masked ends", *(f"experts, {kind}" for kind in mcore_run.KINDS)],
 )
 def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(options, tmp_path):
     if find_spec("megatron") is None:
@@ -268,6 +276,8 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     convert(there, tmp_path / "run", "model.vocab_size=128")
+    convert(there / "rank", tmp_path / "same", "model.vocab_size=128")
+    same_weights(tmp_path / "same", weights_of(tmp_path / "run"))
     config = load(tmp_path / "run/config.yaml", ["data.source=synthetic", "engine.device=cpu"])
     alone = Mesh.build(0, 1, config.parallel, timedelta(minutes=1))
     settings = replace(config.for_engine(), all_tokens_count=False)
@@ -275,8 +285,9 @@ def test_a_run_of_megatron_core_goes_on_with_the_losses_that_it_has_there(option
     progress = CheckpointStore(Path(config.out) / "checkpoints", Retention(), {}).resume(engine, "require")
     assert progress.step == 4 and progress.samples == 16
     for number, (loss, norm) in enumerate(json.loads((there / "losses.json").read_text())[4:], 5):
-        halves = mcore_run.batch(number).split(config.batch.micro_size)
-        masks = (mcore_run.mask(number) if "--masked" in options else torch.ones(4, 16, dtype=torch.bool)).split(2)
+        size = config.batch.micro_size
+        halves = mcore_run.batch(number).split(size)
+        masks = (mcore_run.mask(number) if "--masked" in options else torch.ones(4, 16, dtype=torch.bool)).split(size)
         result = engine.train_step(
             [MicroBatch(ids[:, :-1], ids[:, 1:], mask) for ids, mask in zip(halves, masks)],
             *(config.optim.lr, number),

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import llama, shape
 from hpclm.interop.huggingface.family import Json
-from hpclm.interop.rules import LOGICAL, ConversionRule, same
+from hpclm.interop.rules import LOGICAL, ConversionRule, per_expert, same
 
 KEYS = {
     "experts.count": "num_experts",
@@ -65,22 +63,6 @@ def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | N
             yield same(rule.ours, layer + names.choice_bias)
         else:
             yield rule
-
-
-def per_expert(ours: str, theirs: Sequence[str], experts: int) -> ConversionRule:
-    """Rule for a weight [E, rows, ...] or bias [E, rows] of all experts, stored as several tensors for each expert, such as gate and
-    up projection. ``theirs``: the names of these tensors, the first expert's first. The tensors of an expert have equally many rows."""
-
-    def join(tensors: Sequence[Tensor]) -> Tensor:
-        first = tensors[0].shape
-        whole = torch.empty((len(theirs), *first))
-        for name, place, part in zip(theirs, whole, tensors, strict=True):
-            if part.shape != first:
-                raise ConfigError(f"{name} has shape {tuple(part.shape)}, but {theirs[0]} has {tuple(first)}")
-            place.copy_(part)
-        return whole.unflatten(0, (experts, -1)).flatten(1, 2)
-
-    return ConversionRule(ours, tuple(theirs), lambda x: x.flatten(0, 1).chunk(len(theirs)), join)
 
 
 def interleaved(ours: str, theirs: str) -> ConversionRule:

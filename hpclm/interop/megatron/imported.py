@@ -4,6 +4,7 @@ import logging
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,10 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
 from hpclm.interop import run
-from hpclm.interop.megatron import options, torch_dist, training
+from hpclm.interop.megatron import experts, options, torch_dist, training
 from hpclm.interop.megatron.layout import MegatronState, distributed, read_files
 from hpclm.interop.megatron.settings import model_settings, swapped
-from hpclm.interop.rules import check_depth, placements, same, table, without
+from hpclm.interop.rules import ConversionRule, check_depth, per_expert, placements, same, table, without
 from hpclm.interop.run import fresh
 from hpclm.parallel.placement import Placement
 
@@ -40,6 +41,14 @@ IN_LAYER = [
     (r"(?:self_attention|attention)\.([qk])_layernorm\.(weight|bias)", r"attention.\1_norm.\2"),
     (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", r"mlp.up.\1"),
     (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", r"mlp.down.\1"),
+    (r"mlp\.router\.(weight|bias)", r"mlp.router.\1"),
+    (r"mlp\.router\.expert_bias", "mlp.router.choice_bias"),
+    (r"mlp\.shared_experts\.linear_fc1\.weight", "mlp.shared.up.weight"),
+    (r"mlp\.shared_experts\.linear_fc2\.weight", "mlp.shared.down.weight"),
+    (r"mlp\.experts\.(\d+)\.linear_fc1\.weight", r"mlp.experts.up.\1"),
+    (r"mlp\.experts\.(\d+)\.linear_fc2\.weight", r"mlp.experts.down.\1"),
+    (r"mlp\.experts\.(\d+)\.linear_fc1\.bias", r"mlp.experts.up_bias.\1"),
+    (r"mlp\.experts\.(\d+)\.linear_fc2\.bias", r"mlp.experts.down_bias.\1"),
 ]
 
 
@@ -65,12 +74,29 @@ class Merged:
         parts = self.parts[self._names[name]]
         if ".qkv." in name:
             parts = [reordered(part, self.state.version, self.config) for part in parts]
-        whole = merged(parts, self.placements[name], swapped(self.state.args))
+        whole = merged(parts, self._placement(name), swapped(self.state.args))
         if name in EMBEDDINGS and len(whole) < self.config.vocab_size:
             raise ConfigError(
                 f"{self._names[name]} has {len(whole)} rows, but model.vocab_size is {self.config.vocab_size}"
             )
         return whole[: self.config.vocab_size] if name in EMBEDDINGS else whole
+
+    def _placement(self, name: str) -> Placement:
+        stack, _, number = name.rpartition(".")
+        if not number.isdigit():
+            return self.placements[name]
+        all_experts = self.placements[stack]
+        dim = None if all_experts.dim is None else all_experts.dim - 1
+        return replace(all_experts, shape=all_experts.shape[1:], dim=dim, stacked=False)
+
+
+def _rule(name: str, placement: Placement, config: ModelConfig) -> ConversionRule:
+    if name in EMBEDDINGS:
+        return table(name, name, config)
+    if placement.stacked:
+        count = placement.shape[0]
+        return per_expert(name, [f"{name}.{number}" for number in range(count)], count)
+    return same(name, name)
 
 
 def merged(parts: Sequence[Tensor], placement: Placement, swap: bool = False) -> Tensor:
@@ -123,7 +149,12 @@ def convert(
     try:
         if ignored:
             state.args = Namespace(**without(vars(state.args or Namespace()), ignored, options.READ, "option"))
-        config = run.network(model_settings(state.args) if state.args else {}, overrides)
+        derived = model_settings(state.args) if state.args else {}
+        if any(
+            name.endswith(experts.ROUTER_BIAS) for name in state.parts
+        ):  # versions with the same arguments differ in it
+            derived["experts.router_bias"] = True
+        config = run.network(derived, overrides)
         if state.moments and state.args:
             settings_of_run = _training(state.args, config)
             progress = training.progress(state)
@@ -136,7 +167,7 @@ def convert(
         )
     check_depth(config, len(state.parts), str(folder))
     source = Merged(state, config)
-    rules = [table(name, name, config) if name in EMBEDDINGS else same(name, name) for name in source.placements]
+    rules = [_rule(name, placement, config) for name, placement in source.placements.items()]
     moments = {moment: Merged(state, config, moment) for moment in state.moments}
     imported = run.ImportedMoments(moments, state.steps)
     weights = run.ImportedWeights(config, source, rules, str(folder), moments=imported)

@@ -1,13 +1,13 @@
 """The files of a Megatron checkpoint, and the part of the network in each.
 
 With a pipeline, Megatron-DeepSpeed saves a file for each layer and tensor-parallel rank, and a file with the settings. Without one, it
-saves a file for each tensor-parallel rank. Megatron-LM saves a file for each tensor- and pipeline-parallel rank, with the settings. An
-interleaved pipeline's parts are under model0, model1, …; the layers of part 0 on all stages come before those of part 1.
+saves a file for each tensor-parallel rank. Megatron-LM saves a file for each tensor-, pipeline- and expert-parallel rank, with the
+settings. An interleaved pipeline's parts are under model0, model1, …; the layers of part 0 on all stages come before those of part 1.
 """
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ from torch import Tensor
 
 from hpclm.base import files
 from hpclm.base.errors import ConfigError, unread
+from hpclm.interop.megatron import experts
+from hpclm.interop.megatron.options import argument
 from hpclm.interop.pickles import load
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DEEPSPEED_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 LAYER = re.compile(r"^(input_layernorm|self_attention|attention)\.")
 """Prefixes of names in a layer's file."""
-NO_WEIGHTS = re.compile(r"(\._extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)$")
+NO_WEIGHTS = re.compile(r"(\._extra_state\d*|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)$")
 OUTER = re.compile(r"^(module\.)*(model\.)?(language_model\.)?")
 MAX_TRACKER_BYTES = 1 << 10  # bytes of a file that names the newest checkpoint
 
@@ -116,43 +118,60 @@ def _layers(folder: Path) -> MegatronState:
 
 def _ranks(folder: Path) -> MegatronState:
     """Read rank files of Megatron-LM, or of Megatron-DeepSpeed without a pipeline."""
-    by_stage: dict[int, dict[int, Path]] = {}
-    for (tensor, stage), path in _rank_files(folder).items():
-        by_stage.setdefault(stage, {})[tensor] = path
-    stages = [[_saved(path) for path in paths] for paths in _complete(by_stage, folder)]
-    first = stages[0][0]
+    opened = {ranks: (path, _saved(path)) for ranks, path in sorted(_rank_files(folder).items())}
+    _, first = next(iter(opened.values()))
     # Megatron assumes version 0 if a file has none
     state = MegatronState(args=_args(first), version=_version(first, 0.0))
+    stages: dict[int, dict[tuple[int, int], dict[Any, Any]]] = {}
+    by_stage: dict[int, dict[int, Path]] = {}
+    for (tensor, *others), (path, saved) in opened.items():
+        stage, expert = _stage_and_expert(others, state.args)
+        stages.setdefault(stage, {})[expert, tensor] = saved
+        by_stage.setdefault(stage, {})[tensor] = path
+    _complete(by_stage, folder)
     blocks = 0
     chunks = sorted(
         (key for key in first if re.fullmatch(r"model\d*|module", str(key))), key=lambda key: (len(key), key)
     )
     for key in chunks:
-        for ranks in stages:
-            if not all(isinstance(rank.get(key), dict) for rank in ranks):
+        for _, ranks in sorted(stages.items()):
+            if not all(isinstance(saved.get(key), dict) for saved in ranks.values()):
                 raise ConfigError(f"{folder} has files with a {key} that is not a dictionary")
-            held = [_tensors(rank[key]) for rank in ranks]
-            there = {full(name, blocks): [part[name] for part in held if name in part] for name in held[0]}
+            shards: dict[str, dict[int, Tensor]] = {}
+            for (expert, tensor), saved in sorted(ranks.items()):
+                for name, part in experts.of_rank(_tensors(saved[key]), state.args, expert).items():
+                    shards.setdefault(name, {}).setdefault(tensor, part)
+            there = {full(name, blocks): [part for _, part in sorted(by.items())] for name, by in shards.items()}
             _add(state, {name: parts for name, parts in there.items() if name is not None}, folder)
-            numbers = [re.search(r"\blayers\.(\d+)\.", name) for name in held[0]]
+            numbers = [re.search(r"\blayers\.(\d+)\.", name) for name in shards]
             blocks += max((int(number[1]) for number in numbers if number), default=-1) + 1
     return state
 
 
-def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The files by tensor-parallel rank and stage."""
-    by_place = {}
+def _rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """The files by the numbers in their names, the first of which is the tensor-parallel rank."""
+    by_ranks: dict[tuple[int, ...], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         numbers = RANK_FOLDER.fullmatch(path.name)
         file = next((path / name for name in RANK_FILES if (path / name).is_file()), None)
         if file and not numbers:
-            raise ConfigError(f"{path} is not a supported rank folder; experts are not supported")
+            raise ConfigError(f"{path} is not a supported rank folder")
         if file and numbers:
-            by_place[int(numbers[1]), int(numbers[2] or 0)] = file
+            by_ranks[tuple(int(number) for number in numbers.groups() if number)] = file
         rank = DEEPSPEED_FILE.fullmatch(path.name)
         if rank and path.is_file():
-            by_place[int(rank[1]), 0] = path
-    return by_place
+            by_ranks[(int(rank[1]),)] = path
+    return by_ranks
+
+
+def _stage_and_expert(numbers: Sequence[int], args: Namespace | None) -> tuple[int, int]:
+    """The stage and the expert-parallel rank; Megatron-LM omits the number of a stage or rank if there is only one."""
+    if len(numbers) == 2:
+        return numbers[0], numbers[1]
+    [number] = numbers or [0]
+    sizes = ("pipeline_model_parallel_size", "expert_model_parallel_size")
+    stages, ranks = (argument(args, size, default=1) if args else 1 for size in sizes)
+    return (0, number) if stages == 1 < ranks else (number, 0)
 
 
 def _complete(parts: Mapping[int, Mapping[int, Path]], folder: Path) -> list[list[Path]]:

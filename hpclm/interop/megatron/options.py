@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 from hpclm.base import files
+from hpclm.base.errors import ConfigError
 from hpclm.interop.pickles import StandIn
 
 GROUPS: dict[str, Any] = yaml.safe_load(files.read_text(Path(__file__).with_name("options.yaml")))
-READ = {*GROUPS["network"].split(), *GROUPS["training"].split()}
-CHECKED = {name for kind in ("network", "training") for name in GROUPS[f"{kind}_values"]} | {
-    name for kind in ("network", "training") for name in GROUPS[f"{kind}_unset"].split()
-}
+KINDS = ("network", "training", "experts")
+READ = {name for kind in KINDS for name in GROUPS[kind].split()}
+CHECKED = {name for kind in KINDS for name in (*GROUPS[f"{kind}_values"], *GROUPS[f"{kind}_unset"].split())}
 WITHOUT_EFFECT = {name for names in GROUPS["without_effect"].values() for name in names.split()}
 PREFIXES = tuple(name.rstrip("*") for name in WITHOUT_EFFECT if name.endswith("*"))
 
@@ -28,6 +28,23 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, list | tuple | dict) and not value else str(value)[:200]
 
 
+def argument(args: Namespace, *names: str, default: Any = None) -> Any:
+    """The value of the first of ``names`` that is set in the arguments; ``default`` if none is."""
+    given = (getattr(args, name, None) for name in names)
+    values = (value.value if isinstance(value, StandIn) else value for value in given)
+    return next((value for value in values if value is not None), default)
+
+
+def experts(args: Namespace) -> int:
+    """Number of experts in a layer; 0: the network has none."""
+    count = argument(args, "num_experts", default=0)
+    if count in (0, 1, [1]):
+        return 0
+    if type(count) is not int or count < 0:
+        raise ConfigError(f"num_experts={count}: experts of Megatron-DeepSpeed are not supported")
+    return count
+
+
 def is_classified(name: str) -> bool:
     """Whether the option ``name`` is in one of the groups."""
     return name in READ | CHECKED | WITHOUT_EFFECT or name.startswith(PREFIXES)
@@ -36,6 +53,8 @@ def is_classified(name: str) -> bool:
 def of_network(args: Namespace) -> Iterator[str]:
     """Reasons why hpclm does not support the network; an unknown option may change it."""
     yield from _wrong(args, "network")
+    if experts(args):
+        yield from _wrong(args, "experts")
     for name, value in vars(args).items():
         if not is_classified(name) and plain(value):
             yield (

@@ -4,8 +4,8 @@ from argparse import Namespace
 from typing import Any
 
 from hpclm.base.errors import ConfigError
-from hpclm.interop.megatron import options
-from hpclm.interop.pickles import StandIn
+from hpclm.interop.megatron import experts, options
+from hpclm.interop.megatron.options import argument
 
 # BigScience's PositionEmbeddingType
 ROTARY = 1
@@ -45,19 +45,12 @@ def model_settings(args: Namespace) -> dict[str, Any]:
     }
     if values["positions"] == "rope":
         values["rope.base"] = float(argument(args, "rotary_base", "rope_theta", default=10000.0))
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None} | experts.settings(args)
 
 
 def swapped(args: Namespace | None) -> bool:
     """Whether the gate is the second half of a gated MLP's first weight, as with BigScience's --glu-activation."""
     return args is not None and argument(args, "glu_activation") is not None
-
-
-def argument(args: Namespace, *names: str, default: Any = None) -> Any:
-    """The value of the first of ``names`` that is set in the arguments; ``default`` if none is."""
-    given = (getattr(args, name, None) for name in names)
-    plain = (value.value if isinstance(value, StandIn) else value for value in given)
-    return next((value for value in plain if value is not None), default)
 
 
 def _positions(args: Namespace) -> str:

@@ -28,6 +28,7 @@ from hpclm.base import files
 from hpclm.base.errors import ConfigError, unread
 from hpclm.config import OptimConfig
 from hpclm.config.optimizers import EXAMPLES, OPTIMIZERS
+from hpclm.interop.megatron import experts
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, refused
 
@@ -105,17 +106,26 @@ def _parts(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> dict[s
         if tensor.shape != shapes[name]:
             tensor = _unflattened(name, tensor, shapes[name])
         stack = STACKED.fullmatch(name)
+        by_layer = {name: tensor}
         if stack:
-            parts |= {f"{stack[1]}.{layer}.{stack[2]}": [one] for layer, one in enumerate(tensor)}
-        else:
-            parts[name] = [tensor]
+            by_layer = {f"{stack[1]}.{layer}.{stack[2]}": one for layer, one in enumerate(tensor)}
+        for layer_name, one in by_layer.items():
+            parts |= {named: [part] for named, part in experts.unstacked(layer_name, one).items()}
     return parts
+
+
+def _layer_tensors(name: str, shape: Shape) -> int:
+    """Number of tensors of single layers or experts that are stacked in a tensor; 0 if it is not a stack."""
+    dims = sum(pattern.fullmatch(name) is not None for pattern in (STACKED, experts.STACKED))
+    return math.prod(shape[:dims]) if dims else 0
 
 
 def _unflattened(name: str, stored: Tensor, shape: Shape) -> Tensor:
     """Restore a tensor [blocks along each dimension …, values] that the distributed optimizer of Megatron-core before 0.15 flattened."""
     blocks = stored.shape[:-1]
     fits = len(blocks) == len(shape) and all(n and not whole % n for whole, n in zip(shape, blocks, strict=True))
+    if experts.STACKED.fullmatch(name):  # GroupedMLP flattens transposed matrices
+        fits = False
     if not fits or stored.numel() != math.prod(shape):
         raise ConfigError(f"{name} has shape {list(stored.shape)} in the optimizer, but the weight has {list(shape)}")
     inner = [whole // n for whole, n in zip(shape, blocks, strict=True)]
@@ -129,7 +139,7 @@ def read_torch_dist(folder: Path, weights_only: bool = False) -> MegatronState:
     described: Mapping[str, Any] = metadata.state_dict_metadata
     weights = [key for key in described if not (NO_TENSORS.match(key) or NO_WEIGHTS.search(key))]
     shapes: dict[str, Shape] = {key: tuple(described[key].size) for key in weights}
-    count = sum(shape[0] for key, shape in shapes.items() if shape and STACKED.fullmatch(key))
+    count = sum(_layer_tensors(key, shape) for key, shape in shapes.items())
     if count > MAX_LAYER_TENSORS:
         raise ConfigError(
             f"{folder / '.metadata'} describes {count} tensors of layers; at most {MAX_LAYER_TENSORS} are read"
@@ -156,7 +166,8 @@ def read_torch_dist(folder: Path, weights_only: bool = False) -> MegatronState:
     steps = _steps(common.get("optimizer"))
     if weights_only:
         return state
-    if steps and all(kept.get(moment, {}).keys() >= shapes.keys() for moment in MOMENTS):
+    trained = {key for key in shapes if not key.endswith(experts.CHOICE_BIAS)}
+    if steps and all(kept.get(moment, {}).keys() >= trained for moment in MOMENTS):
         state.moments = {moment: parts(kept[moment]) for moment in MOMENTS}
         state.steps = steps
         state.iteration = _whole(common.get("iteration"))

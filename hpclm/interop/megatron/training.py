@@ -8,9 +8,9 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import ModelConfig
 from hpclm.config.fields import as_word
-from hpclm.interop.megatron import options
+from hpclm.interop.megatron import experts, options
 from hpclm.interop.megatron.layout import MegatronState
-from hpclm.interop.megatron.settings import argument
+from hpclm.interop.megatron.options import argument
 
 log = logging.getLogger(__name__)
 SCHEDULES = {
@@ -39,7 +39,7 @@ def overrides(args: Namespace, model: ModelConfig) -> list[str]:
 
     ConfigError if hpclm lacks a feature that the run was trained with.
     """
-    wrong = [*options.of_training(args)]
+    wrong = [*options.of_training(args), *experts.of_training(args)]
     length = argument(args, "seq_length", default=model.context)
     if length != model.context:
         wrong.append(f"seq_length={length} differs from model.context={model.context}; give model.context={length}")

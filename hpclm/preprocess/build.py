@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -23,6 +22,8 @@ from hpclm.base.files import read_text, readable, write_text
 from hpclm.base.terminal import many, say
 from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.indexed import files
+from hpclm.preprocess.counts import KEY as COUNTS
+from hpclm.preprocess.counts import Counts
 from hpclm.preprocess.encode import LONG_TOKEN, Column, EncodeJob, encode, may_cut, read_texts, tokenizer_of
 from hpclm.preprocess.inputs import Share, chunks
 from hpclm.preprocess.kinds import Format
@@ -48,27 +49,11 @@ class DatasetOutput(Writer):
         super().__init__(prefix, job.dtype(column), job.layout, replaces)
         self.prefix = prefix
         self._job = job
-        self.skipped = 0  # empty documents
-        self.cut = 0  # conversations cut because they are too long
-        self.dropped = 0  # conversations omitted because they are too long, or have nothing left to learn
-        self.inner = 0  # end-of-document tokens in the text itself
-        self.text_bytes = 0  # bytes of text that became tokens
-        self.endless = 0  # conversations in which no end of a turn is learned
-        self.ends: set[str] = set()  # tokens learned as the end of an answer
-        self.spanning = 0  # conversations with a token that spans a prompt and its answer
-        self.bad: Counter[str] = Counter()  # unreadable lines, by reason
+        self.counts = Counts()
 
     def add(self, column: Column) -> None:
         """Append a column's documents."""
-        if self._job.empty == "skip":
-            self.skipped += column.empty
-        self.inner += column.inner
-        self.text_bytes += column.text_bytes
-        self.cut += column.cut
-        self.dropped += column.dropped
-        self.endless += column.endless
-        self.ends |= column.ends
-        self.spanning += column.spanning
+        self.counts += column.counts
         if column.is_piece:
             self._add_piece(column)
             return
@@ -79,7 +64,7 @@ class DatasetOutput(Writer):
         tokens = column.tokens
         job = self._job
         if column.closes and not self.open_tokens + tokens.size:
-            self.skipped += job.empty == "skip"
+            self.counts += Counts(skipped=int(job.empty == "skip"))
             if job.empty == "keep":
                 self.extend(tokens, np.empty(0, np.int64), np.array([0]))
             return
@@ -103,40 +88,34 @@ class DatasetOutput(Writer):
             "tokenizer_files": [str(Path(file).absolute()) for file in self._job.files],
             "documents": self.documents,
             "tokens": self.tokens,
-            "skipped": self.skipped,
+            COUNTS: self.counts.note(),
         }
-        if self._job.chat:
-            self.note |= {"cut": self.cut, "dropped": self.dropped}
-        counts = {"inner": self.inner, "endless": self.endless, "spanning": self.spanning}
-        self.note |= {name: count for name, count in counts.items() if count}
-        if self.bad:
-            self.note["bad"] = dict(sorted(self.bad.items()))
         self.note |= more
         self.finish()
 
     def describe(self, end: str = "") -> None:
         """Print what was written."""
-        counts = f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}"
-        say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (counts, self._omissions())))}{end}")
+        written = f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}"
+        say(f"{self.prefix}.bin, .idx, .json: {'; '.join(filter(None, (written, self._omissions())))}{end}")
 
     def warn(self, formats: Set[Format]) -> None:
         """Warn of text that contains the end-of-document token, of very short documents, and of long tokens. Also warn of conversations
         that do not teach when to stop, or with answers after tokens that generation never produces. ``formats``: formats of the inputs."""
         for problem in filter(None, (self._short_documents(formats), self._long_tokens())):
             log.warning("%s: %s", self.prefix, problem)
-        if self.inner:
-            times = "once" if self.inner == 1 else f"{self.inner:,} times"
+        if inner := self.counts.inner:
+            times = "once" if inner == 1 else f"{inner:,} times"
             log.warning(
                 "%s: the text itself contains the end-of-document token %s; training sees the end of a document there, and "
                 "data.reset_attention_mask splits the document. Remove the token from the input, or name another one with --eod",
                 self.prefix, times,
             )  # fmt: skip
-        if self.spanning:
+        if self.counts.spanning:
             log.warning(
                 "%s: in %s one token spans the end of a prompt and the beginning of its answer, and this tokenizer cannot "
                 "separate them. Generation tokenizes the prompt alone, so the model learns the answer after tokens that generation "
                 "never produces. Give --chat-template FILE, a version that puts a special token or a line end before the answer",
-                self.prefix, many(self.spanning, "conversation"),
+                self.prefix, many(self.counts.spanning, "conversation"),
             )  # fmt: skip
         if self._job.chat and DATED.search(self._job.chat.template):
             log.warning(
@@ -144,12 +123,12 @@ class DatasetOutput(Writer):
                 "Give --chat-template FILE, a version with a fixed date",
                 self.prefix, time.strftime("%Y-%m-%d"),
             )  # fmt: skip
-        if self.endless:
+        if self.counts.endless:
             log.warning(
                 "%s: in %s no end of a turn is learned: with this chat template the assistant's text does not end with a special "
                 "token, so a model tuned on it may not stop. Give --chat-template FILE, a version that ends the assistant's "
                 "turns with one, inside its {%% generation %%} marks if it has them",
-                self.prefix, many(self.endless, "conversation"),
+                self.prefix, many(self.counts.endless, "conversation"),
             )  # fmt: skip
 
     def _short_documents(self, formats: Set[Format]) -> str | None:
@@ -170,26 +149,28 @@ class DatasetOutput(Writer):
 
     def _long_tokens(self) -> str | None:
         """Advice for a tokenizer that hardly divides the text; None for others."""
-        if self.text_bytes <= LONG_TOKEN * self.tokens:
+        size = self.counts.text_bytes
+        if size <= LONG_TOKEN * self.tokens:
             return None
         return (
-            f"tokens have {self.text_bytes / self.tokens:.0f} bytes of text on average (3 to 5 are usual): the {self._job.tokenizer} "
+            f"tokens have {size / self.tokens:.0f} bytes of text on average (3 to 5 are usual): the {self._job.tokenizer} "
             "tokenizer does not divide this text into words, so hardly any token occurs twice and little can be learned. Text without spaces, "
             "such as Chinese, needs subwords: hpclm train-tokenizer --input TEXT --output t.model --vocab-size 32000, then --tokenizer "
             "sentencepiece --tokenizer-files t.model"
         )
 
     def _omissions(self) -> str:
+        counts = self.counts
         omitted = []
-        if self.skipped:
-            omitted.append(f"{many(self.skipped, 'empty document')} skipped")
-        if self._job.chat and self.cut:
-            omitted.append(f"{many(self.cut, 'conversation')} cut to {self._job.chat.context + 1:,} tokens")
-        if self.dropped:
-            omitted.append(f"{many(self.dropped, 'conversation')} dropped: too long, or nothing left to learn")
-        if self.bad:
-            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.bad.items()))
-            omitted.append(f"{many(self.bad.total(), 'unreadable line')} skipped ({reasons})")
+        if counts.skipped:
+            omitted.append(f"{many(counts.skipped, 'empty document')} skipped")
+        if self._job.chat and counts.cut:
+            omitted.append(f"{many(counts.cut, 'conversation')} cut to {self._job.chat.context + 1:,} tokens")
+        if counts.dropped:
+            omitted.append(f"{many(counts.dropped, 'conversation')} dropped: too long, or nothing left to learn")
+        if counts.unreadable:
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(counts.unreadable.items()))
+            omitted.append(f"{many(counts.unreadable.total(), 'unreadable line')} skipped ({reasons})")
         return ", ".join(omitted)
 
 
@@ -227,7 +208,6 @@ def write(
             for encoded in results:
                 for output, column in zip(outputs, encoded.columns, strict=True):
                     output.add(column)
-                    output.bad.update(encoded.bad)
                 for line in encoded.described[: SHOWN - described]:
                     log.warning("skipped: %s", line)
                     described += 1
@@ -260,7 +240,7 @@ def complete(outputs: Sequence[DatasetOutput], job: EncodeJob, more: dict[str, A
     for output in reversed(outputs):
         output.complete(more)
         if job.chat and output.content:
-            ids = ((text, token_id(tokenizer_of(job), text)) for text in sorted(outputs[0].ends))
+            ids = ((text, token_id(tokenizer_of(job), text)) for text in sorted(outputs[0].counts.ends))
             record = job.chat.record({text: id for text, id in ids if id is not None})
             more = {**more, loss_mask.KEY: output.content.bin, chat_record.KEY: record.note()}
 

@@ -16,6 +16,7 @@ from hpclm.data import tokenizers
 from hpclm.data.indexed import token_dtype
 from hpclm.data.loss_mask import DTYPE
 from hpclm.preprocess.chat import Chat, learned_ends, read_conversation, rendered
+from hpclm.preprocess.counts import Counts
 from hpclm.preprocess.inputs import CONTEXT, InputChunk, MayCut
 from hpclm.preprocess.lines import UnreadableLineError, read_line
 
@@ -63,22 +64,7 @@ class Column(NamedTuple):
     """[s] tokens in each sequence."""
     documents: NDArray[np.int64]
     """[k] sequences in each document."""
-    empty: int = 0
-    """Number of documents without tokens, kept or not."""
-    inner: int = 0
-    """Number of end-of-document tokens inside the texts; 0 if none is appended to documents."""
-    cut: int = 0
-    """Number of conversations that were cut."""
-    dropped: int = 0
-    """Number of conversations omitted because they are too long, or because nothing is left to learn when cut."""
-    endless: int = 0
-    """Number of conversations in which no end of a turn counts in the loss."""
-    ends: frozenset[str] = frozenset()
-    """Tokens that end the answers of conversations and count in the loss."""
-    spanning: int = 0
-    """Number of conversations with a token that spans a prompt and its answer."""
-    text_bytes: int = 0
-    """Bytes of the text in UTF-8; 0 for conversations."""
+    counts: Counts = Counts()
     is_piece: bool = False
     """Whether this is one sequence of a document that other pieces continue."""
     closes: bool = True
@@ -92,8 +78,6 @@ class Encoded(NamedTuple):
     """One column for each key."""
     consumed: int
     """Bytes of the input, see InputChunk."""
-    bad: Counter[str]
-    """Number of unreadable lines, by reason."""
     described: list[str]
     """Descriptions of the first unreadable lines: location and problem."""
 
@@ -117,7 +101,9 @@ def encode(chunk: InputChunk, job: EncodeJob) -> Encoded:
     else:
         make = partial(_piece, chunk=chunk) if chunk.is_piece and not errors else _column
         columns = [make(documents, job, chunk.source.name) for documents in texts]
-    return Encoded(columns, chunk.consumed, Counter(error.reason for _, error in errors), described)
+    unreadable = Counts(unreadable=Counter(error.reason for _, error in errors))
+    columns = [column._replace(counts=column.counts + unreadable) for column in columns]
+    return Encoded(columns, chunk.consumed, described)
 
 
 def read_texts(
@@ -189,9 +175,6 @@ def _conversations(given: list[Conversation | None], job: EncodeJob, chat: Chat)
         dropped = cut
         cut = 0
         read = short
-    endless = sum(not conversation.ends for conversation in read)
-    ends = frozenset[str]().union(*(conversation.ends for conversation in read))
-    spanning = sum(conversation.spanning for conversation in read)
     pairs = [(conversation.tokens[:longest], conversation.counts[:longest]) for conversation in read]
     kept = [pair for pair in pairs if pair[1][1:].any()]  # no token predicts the first one
     dropped += len(pairs) - len(kept)
@@ -199,7 +182,14 @@ def _conversations(given: list[Conversation | None], job: EncodeJob, chat: Chat)
     joined = [np.concatenate(column).astype(job.dtype(i)) for i, column in enumerate(zip(*kept, strict=True))]
     joined = joined or [np.empty(0, job.dtype(i)) for i in range(2)]
     documents = np.ones(len(kept), np.int64)
-    return [Column(column, sizes, documents, 0, 0, cut, dropped, endless, ends, spanning) for column in joined]
+    counts = Counts(
+        cut=cut,
+        dropped=dropped,
+        endless=sum(not conversation.ends for conversation in read),
+        spanning=sum(conversation.spanning for conversation in read),
+        ends=Counter(end for conversation in read for end in conversation.ends),
+    )
+    return [Column(column, sizes, documents, counts) for column in joined]
 
 
 def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
@@ -219,7 +209,9 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
     documents = np.diff(np.concatenate(([0], np.cumsum(sizes > 0)))[bounds])  # sequences with tokens
     sizes = sizes[sizes > 0]
     full = documents > 0
+    skipped = 0
     if job.empty == "skip":
+        skipped = int(np.count_nonzero(~full))
         documents = documents[full]
     inner = _inner_ends(ids, job)
     if job.append_eod and len(sizes):
@@ -227,7 +219,7 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
         ids = np.insert(ids, np.cumsum(sizes)[last], tokenizers.end(tokenizer))
         sizes[last] += 1
     size = sum(len(text.encode()) for text in texts)
-    return Column(ids, sizes, documents, int(np.count_nonzero(~full)), inner, text_bytes=size)
+    return Column(ids, sizes, documents, Counts(text_bytes=size, skipped=skipped, inner=inner))
 
 
 def _inner_ends(ids: NDArray, job: EncodeJob) -> int:
@@ -268,11 +260,8 @@ def _piece(texts: list[str], job: EncodeJob, name: str, chunk: InputChunk) -> Co
             f"{name}: the {job.tokenizer} tokenizer gives parts of this text other tokens than the whole; give --format lines"
         )
     ids = _checked(ids[begun:], job, name)
-    inner = _inner_ends(ids, job)
-    size = len(texts[0].encode())
-    return Column(
-        ids, np.array([ids.size]), np.array([1]), 0, inner, text_bytes=size, is_piece=True, closes=chunk.closes
-    )
+    counts = Counts(text_bytes=len(texts[0].encode()), inner=_inner_ends(ids, job))
+    return Column(ids, np.array([ids.size]), np.array([1]), counts, is_piece=True, closes=chunk.closes)
 
 
 def _checked(ids: NDArray, job: EncodeJob, name: str) -> NDArray:

@@ -13,10 +13,9 @@ from hpclm.data import loss_mask, tokenizers
 from hpclm.data.content import KEY, noted
 from hpclm.data.formats import DTYPES, FAIRSEQ_ONLY
 from hpclm.data.indexed import IndexedDataset, files, sidecar
+from hpclm.preprocess import counts
 from hpclm.preprocess.hashing import TokenReader
 from hpclm.preprocess.writer import Layout, Writer
-
-COUNTS = ("documents", "tokens", "skipped")  # summed over the PREFIX.json of all datasets
 
 
 def merge(
@@ -109,9 +108,8 @@ def joined_note(prefixes: Sequence[str | Path]) -> dict[str, Any] | None:
             raise ConfigError(
                 f"{first} and {prefix} were made with different tokenizers: {differ}; they cannot be merged"
             )
-    given = [notes[str(prefix)] for prefix in prefixes]
-    sums = {key: sum(note[key] for note in given) for key in COUNTS if all(isinstance(n.get(key), int) for n in given)}
-    return {key: value for key, value in joined.items() if key not in (*COUNTS, KEY)} | sums
+    total = sum((counts.noted(notes[str(prefix)]) for prefix in prefixes), counts.Counts())
+    return {key: value for key, value in joined.items() if key != KEY} | {counts.KEY: total.note()}
 
 
 def _check_places(out: Path, prefixes: Sequence[str | Path], overwrite: bool) -> None:

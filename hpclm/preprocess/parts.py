@@ -14,8 +14,8 @@ from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.files import locked, read_text, write_text
 from hpclm.base.folders import writable_folder
 from hpclm.base.terminal import say
-from hpclm.data import chat_record
 from hpclm.data.indexed import IndexedDataset, files, sidecar
+from hpclm.preprocess import counts
 from hpclm.preprocess.build import (
     DatasetOutput,
     check_job,
@@ -125,15 +125,7 @@ def _join(parts: list[list[Path]], request: PreprocessRequest) -> None:
 
 def _add(prefix: Path, output: DatasetOutput) -> None:
     """Append a part's documents, and add its counts."""
-    note = sidecar(prefix)
-    output.bad.update(note.get("bad", {}))
-    output.skipped += note["skipped"]
-    output.inner += note.get("inner", 0)
-    output.cut += note.get("cut", 0)
-    output.dropped += note.get("dropped", 0)
-    output.endless += note.get("endless", 0)
-    output.ends.update(note.get(chat_record.KEY, {}).get("ends", ()))
-    output.spanning += note.get("spanning", 0)
+    output.counts += counts.noted(sidecar(prefix))
     try:
         copy(IndexedDataset(prefix), output)
     except ConfigError as error:

@@ -113,7 +113,7 @@ def test_a_long_conversation_is_cut_or_dropped_and_counted(run, capsys):
     assert run(lines) == 0
     assert "; 2 conversations cut to 41 tokens, 1 conversation dropped: too long" in capsys.readouterr().out
     assert IndexedDataset("out_chat").sizes.tolist()[0] == 41 and len(IndexedDataset("out_chat")) == 2
-    assert (sidecar("out_chat")["cut"], sidecar("out_chat")["dropped"]) == (2, 1)
+    assert (sidecar("out_chat")["counts"]["cut"], sidecar("out_chat")["counts"]["dropped"]) == (2, 1)
     assert run(lines, "--overwrite", "--too-long", "drop") == 0
     assert "; 2 conversations dropped: too long" in capsys.readouterr().out
     assert len(IndexedDataset("out_chat")) == 1
@@ -199,14 +199,14 @@ def test_a_template_of_which_no_end_of_turn_is_learned_is_reported_once(template
     assert run(lines, "--workers", workers, template=template) == 0
     shown = caplog.text + capsys.readouterr().err
     assert shown.count("out_chat: in 2 conversations no end of a turn is learned") == 1
-    assert sidecar("out_chat")["endless"] == 2
+    assert sidecar("out_chat")["counts"]["endless"] == 2
 
 
 @pytest.mark.parametrize("style", MARKED)
 @pytest.mark.parametrize("templates", [MARKED, PLAIN], ids=["marked", "plain"])
 def test_templates_of_known_models_teach_the_end_of_a_turn_and_say_nothing(templates, style, run, caplog):
     assert run([line(CHATS["turns"])], template=templates[style]) == 0
-    assert "no end of a turn" not in caplog.text and "endless" not in sidecar("out_chat")
+    assert "no end of a turn" not in caplog.text and "endless" not in sidecar("out_chat")["counts"]
 
 
 KEEPS = {

@@ -39,7 +39,7 @@ def test_an_empty_document_is_skipped_and_counted_or_kept_without_a_sequence(pol
     write(**{"a.jsonl": jsonl("a", "", "b")})
     assert preprocess("--input", "a.jsonl", *BYTES, "--append-eod", "--empty", policy) == 0
     assert documents("x_text_document") == expected
-    assert sidecar("x_text_document")["skipped"] == skipped
+    assert sidecar("x_text_document")["counts"].get("skipped", 0) == skipped
 
 
 def test_kept_empty_documents_are_megatron_cores_bytes():
@@ -88,7 +88,7 @@ def test_unreadable_lines_are_skipped_counted_and_shown_on_request(workers):
     words = ["--input", "a.jsonl", *BYTES, "--on-error", "skip", "--workers", str(workers)]
     done = subprocess.run([*WITH_WORKERS, *words], capture_output=True, text=True, check=True)
     assert documents("x_text_document") == [["one"], ["two"]]
-    assert sidecar("x_text_document")["bad"] == REASONS
+    assert sidecar("x_text_document")["counts"]["unreadable"] == REASONS
     assert "7 unreadable lines skipped (half a character: 1, no key: 1, not JSON: 2" in done.stdout
     told = done.stderr.splitlines()
     assert len(told) == 5

@@ -105,11 +105,11 @@ def without_content(prefix):
 
 def test_the_counts_of_the_inputs_are_summed(tmp_path):
     parts = [
-        write(tmp_path / "a", [[[1], [2, 3]]], skipped=2),
-        write(tmp_path / "b", [[[4]], []], skipped=3),
+        write(tmp_path / "a", [[[1], [2, 3]]], counts={"skipped": 2}),
+        write(tmp_path / "b", [[[4]], []], counts={"skipped": 3}),
     ]
     merge(tmp_path / "all", parts)
-    expected = {"tokenizer": TOKENIZER, "tokenizer_files": [], "documents": 3, "tokens": 4, "skipped": 5}
+    expected = {"tokenizer": TOKENIZER, "tokenizer_files": [], "documents": 3, "tokens": 4, "counts": {"skipped": 5}}
     assert without_content(tmp_path / "all") == expected
 
 

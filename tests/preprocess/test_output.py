@@ -1,6 +1,7 @@
 """What is counted, said and warned of while a dataset is written."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.data import tokenizers
 from hpclm.preprocess.build import DatasetOutput, check_job
 from hpclm.preprocess.chat import Chat
+from hpclm.preprocess.counts import Counts, noted
 from hpclm.preprocess.encode import Column, Conversation, EncodeJob, _conversations
 from tests.preprocess.texts import documents
 
@@ -23,7 +25,7 @@ def column(*texts, **more):
     """A document of one sequence for each text."""
     ids = np.frombuffer("".join(texts).encode("latin-1"), np.uint8).astype(np.uint16)
     sizes = np.array([len(text) for text in texts], np.int64)
-    return Column(ids, sizes, np.ones(len(texts), np.int64), **more)
+    return Column(ids, sizes, np.ones(len(texts), np.int64), Counts(**more))
 
 
 def piece(text, closes):
@@ -36,7 +38,7 @@ def test_pieces_are_one_document_that_ends_once(tmp_path):
         for text, closes in (("ab", False), ("", False), ("c", False), ("", True), ("d", True), ("", True)):
             output.add(piece(text, closes))
         output.complete({})
-    assert documents(tmp_path / "x") == [["abc|"], ["d|"]] and output.skipped == 1
+    assert documents(tmp_path / "x") == [["abc|"], ["d|"]] and output.counts.skipped == 1
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
@@ -45,27 +47,23 @@ def test_an_empty_file_is_a_document_without_sequences_where_it_is_kept(append_e
         for text in ("", "a", ""):
             output.add(piece(text, True))
         output.complete({})
-    assert documents(tmp_path / "x") == [[], ["a|" if append_eod else "a"], []] and output.skipped == 0
+    assert documents(tmp_path / "x") == [[], ["a|" if append_eod else "a"], []] and output.counts.skipped == 0
 
 
 def test_what_is_left_out_is_summed_over_all_chunks_and_noted(tmp_path, capsys):
     with DatasetOutput(tmp_path / "x", job(chat=CHAT)) as output:
-        output.add(column("a" * 2000, empty=1, cut=2, dropped=1, endless=1, spanning=2, inner=3, ends=frozenset("a")))
-        output.add(column("b", empty=1, cut=1, dropped=1, endless=2, spanning=1, inner=1, ends=frozenset("b")))
-        output.bad.update({"not JSON": 1500, "no text": 1})
+        output.add(column("a" * 2000, skipped=1, cut=2, dropped=1, endless=1, spanning=2, inner=3, ends=Counter("aab")))
+        output.add(column("b", skipped=1, cut=1, dropped=1, endless=2, spanning=1, inner=1, ends=Counter("b")))
+        output.counts += Counts(unreadable=Counter({"not JSON": 1500, "no text": 1}))
         output.complete({"more": 1})
         output.describe("!")
     note = json.loads((tmp_path / "x.json").read_text())
-    assert {name: note[name] for name in ("documents", "tokens", "skipped", "cut", "dropped", "inner")} == {
-        "documents": 2,
-        "tokens": 2001,
-        "skipped": 2,
-        "cut": 3,
-        "dropped": 2,
-        "inner": 4,
+    assert (note["documents"], note["tokens"], note["more"]) == (2, 2001, 1)
+    assert note["counts"] == {
+        **{"skipped": 2, "inner": 4, "cut": 3, "dropped": 2, "endless": 3, "spanning": 3, "ends": {"a": 2, "b": 2}},
+        "unreadable": {"no text": 1, "not JSON": 1500},
     }
-    assert (note["endless"], note["spanning"], note["more"]) == (3, 3, 1) and output.ends == {"a", "b"}
-    assert list(note["bad"].items()) == [("no text", 1), ("not JSON", 1500)]
+    assert noted(note) == output.counts
     assert capsys.readouterr().out == (
         f"{tmp_path}/x.bin, .idx, .json: 2 documents, 2,001 tokens; 2 empty documents skipped, 3 conversations cut to 8 tokens, "
         "2 conversations dropped: too long, or nothing left to learn, 1,501 unreadable lines skipped (no text: 1, not JSON: 1,500)!\n"
@@ -78,17 +76,14 @@ def test_what_nothing_is_left_out_of_says_only_its_counts(tmp_path, capsys):
         output.complete({})
         output.describe()
     assert capsys.readouterr().out == f"{tmp_path}/x.bin, .idx, .json: 1 document, 1 token\n"
-    assert (
-        not {"cut", "dropped", "inner", "endless", "spanning", "bad"}
-        & json.loads((tmp_path / "x.json").read_text()).keys()
-    )
+    assert json.loads((tmp_path / "x.json").read_text())["counts"] == {}
 
 
 def test_inputs_without_documents_are_refused_with_what_was_left_out(tmp_path):
     with DatasetOutput(tmp_path / "x", job()) as output:
         with pytest.raises(ConfigError, match=r"no documents in a\.txt; no dataset was written"):
             output.refuse_empty("a.txt")
-        output.add(column(empty=3))
+        output.add(column(skipped=3))
         with pytest.raises(ConfigError, match=r"no documents in a\.txt \(3 empty documents skipped\); no dataset"):
             output.refuse_empty("a.txt")
 
@@ -208,7 +203,7 @@ def test_conversations_longer_than_a_sample_are_cut_or_dropped_and_those_without
     given = [conversation(8, 3), None, conversation(9, 1), none, late]
     tokens, counts = _conversations(given, job(chat=chat), chat)
     assert tokens.sizes.tolist() == counts.sizes.tolist() == sizes and tokens.documents.tolist() == [1] * len(sizes)
-    assert (tokens.cut, tokens.dropped) == (cut, dropped)
+    assert (tokens.counts.cut, tokens.counts.dropped) == (cut, dropped)
     assert counts.tokens[:8].tolist() == [0, 0, 0, 1, 0, 0, 0, 0] and (tokens.tokens.dtype, counts.tokens.dtype) == (
         np.uint16,
         np.uint8,
@@ -222,4 +217,4 @@ def test_conversations_without_an_end_and_with_spanning_tokens_are_counted():
         conversation(4, 1),
     ]
     tokens, _ = _conversations(given, job(chat=CHAT), CHAT)
-    assert (tokens.endless, tokens.spanning, tokens.ends) == (1, 1, {"e", "f"})
+    assert (tokens.counts.endless, tokens.counts.spanning, tokens.counts.ends) == (1, 1, {"e": 1, "f": 1})

@@ -139,7 +139,9 @@ def test_a_text_that_is_not_utf8_near_its_end_is_refused_or_left_out_as_a_whole(
     assert f"error: a.txt is not UTF-8: byte {(text + bad)[place]:#x} at {place};" in capsys.readouterr().err
     assert not list(Path().glob("x*"))
     assert preprocess(*words, "--on-error", "skip") == 0
-    assert documents("x_text_document") == [["fine"]] and sidecar("x_text_document")["bad"] == {"not UTF-8": 1}
+    assert documents("x_text_document") == [["fine"]] and sidecar("x_text_document")["counts"]["unreadable"] == {
+        "not UTF-8": 1
+    }
 
 
 COUNTING = """

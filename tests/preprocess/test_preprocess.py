@@ -64,7 +64,7 @@ def test_a_document_is_a_line_an_object_or_a_file_and_empty_ones_are_counted(
     assert run(inputs, *words) == 0
     assert documents("x_text_document") == expected
     note = sidecar("x_text_document")
-    assert (note["documents"], note["skipped"]) == (len(expected), skipped)
+    assert (note["documents"], note["counts"].get("skipped", 0)) == (len(expected), skipped)
     assert note["tokens"] == sum(len(text.encode()) for text in expected)
     told = capsys.readouterr().out
     assert re.search(rf"{len(expected)} documents?, {note['tokens']} tokens?", told)
@@ -104,7 +104,7 @@ def test_text_that_ends_documents_is_told(tmp_path, monkeypatch, capsys):
     assert IndexedDataset("x_text_document").flat.tolist() == [1, 0, 1, 0, 1, 1, 0, 0, 1, 0]
     for part in ("0/2", "1/2"):
         assert preprocess(*words, "y", "--append-eod", "--part", part) == 0
-    assert sidecar("y_text_document")["inner"] == 2
+    assert sidecar("y_text_document")["counts"]["inner"] == 2
 
 
 def test_the_dataset_does_not_depend_on_the_number_of_workers(run):

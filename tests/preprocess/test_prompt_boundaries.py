@@ -141,4 +141,4 @@ def test_what_cannot_be_tokenized_apart_is_reported_with_its_count(tmp_path, mon
     words = ["--chat", "c.jsonl", "--tokenizer", "json", "--tokenizer-files", "tokenizer.json", "--context", 40]
     assert preprocess(*words, "--chat-template", "t.jinja", "--output-prefix", "out") == 0
     assert "in 2 conversations one token spans the end of a prompt" in caplog.text + capsys.readouterr().err
-    assert sidecar("out_chat")["spanning"] == 2 and len(IndexedDataset("out_chat")) == 3
+    assert sidecar("out_chat")["counts"]["spanning"] == 2 and len(IndexedDataset("out_chat")) == 3

@@ -49,7 +49,7 @@ def parser() -> Parser:
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
     pickled = "read pytorch_model.bin if safetensors is missing; only tensors are loaded"
     add("--pickle", action="store_true", help=pickled)
-    ignore = "import although hpclm does not know or support this option of Megatron's, or key of config.json; may be repeated"
+    ignore = "import although hpclm does not know or support this option of Megatron's; may be repeated"
     add("--ignore", action="append", default=[], metavar="NAME", help=ignore)
     weights_only = "import a Megatron run at step 0, without its optimizer and settings"
     add("--weights-only", action="store_true", help=weights_only)

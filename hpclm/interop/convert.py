@@ -68,7 +68,11 @@ def converted(source: Path, target: Path, overrides: list[str], options: Convert
     if (source / "config.json").is_file():
         if options.weights_only:
             raise ConfigError("--weights-only has no effect: a folder with config.json contains only weights")
-        model = folder.import_folder(source, target, overrides, options.pickle, list(options.ignore))
+        if options.ignore:
+            raise ConfigError(
+                "--ignore is for options of Megatron's; remove a key that hpclm should not read from a copy of config.json"
+            )
+        model = folder.import_folder(source, target, overrides, options.pickle)
     else:
         checkpoint = megatron.recognised(source)
         if checkpoint is None:

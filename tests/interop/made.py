@@ -100,4 +100,4 @@ def logits(folder, tokens=TOKENS):
 def close(ours, theirs):
     assert theirs.std() > 0.05  # the comparison says something
     # rounding in fp32, which differs between processors, grows with the logits
-    assert ours.shape == theirs.shape and (ours - theirs).abs().max() < max(1e-5, 2e-6 * theirs.abs().max())
+    assert ours.shape == theirs.shape and (ours - theirs).abs().max() < max(1e-5, 3e-6 * theirs.abs().max())

@@ -1,10 +1,9 @@
 """Networks without a class in transformers: the class is in modeling_hpclm.py, which is written next to the weights."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hpclm.interop.huggingface.family import Family, Json
+from hpclm.interop.huggingface.family import Family
 from hpclm.interop.rules import of_modules
 
 CODE = Path(__file__).with_name("modeling_hpclm.py")
@@ -21,7 +20,6 @@ KEYS = {
     "norm_eps": "norm_eps",
     "activation": "hidden_act",
     "bias": "use_bias",
-    "tied": "tie_word_embeddings",
     "embed_norm": "embed_norm",
     "embed_scale": "embed_scale",
     "attention.qk_norm": "qk_norm",
@@ -41,29 +39,17 @@ MODULES = {
 """Maps our modules to theirs; all others have the same name."""
 
 
-def wrong(tree: Json) -> Iterator[str]:
-    """transformers saves head_dim, which follows from two other keys."""
-    heads = tree.get("num_attention_heads")
-    hidden = tree.get("hidden_size")
-    given = tree.get("head_dim")
-    if heads and hidden and given and given * heads != hidden:
-        yield f"head_dim={given} x num_attention_heads={heads} is not hidden_size={hidden}"
-
-
 FAMILY = Family(
     "HpclmForCausalLM",
     "hpclm",
     keys=KEYS,
     rules=partial(of_modules, modules=MODULES, layer="model.blocks.{}."),
     prefix="model.",
-    needs=dict(block=("gpt",), activation=ACTIVATIONS),
-    constant=lambda config: dict(
+    constants={},
+    write=lambda config: dict(
         auto_map={"AutoConfig": f"{CODE.stem}.HpclmConfig", "AutoModelForCausalLM": f"{CODE.stem}.HpclmForCausalLM"},
         use_cache=True,
     ),
     activations={name: name for name in ACTIVATIONS},
-    grouped=True,
-    read="head_dim",
     unread="auto_map",
-    wrong=wrong,
 )

@@ -1,7 +1,6 @@
 """transformers' DeepseekV2ForCausalLM, DeepseekV3ForCausalLM and Glm4MoeLiteForCausalLM: multi-head latent attention."""
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +10,11 @@ import torch
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.rope import parsed
-from hpclm.interop.huggingface import biased_mixtures, expert_weights, llama, shape
-from hpclm.interop.huggingface.family import Family, Json
+from hpclm.interop.huggingface import biased_mixtures, expert_weights, llama
+from hpclm.interop.huggingface.completion import Keys
+from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.glm_phi import pairs
+from hpclm.interop.huggingface.shape import Json
 from hpclm.interop.rules import ConversionRule, changed, rows_reordered
 from hpclm.model.position import mscale
 
@@ -33,9 +34,7 @@ KEYS = {
     "attention.latent.rope_dim": "qk_rope_head_dim",
     "attention.latent.value_dim": "v_head_dim",
 }
-NEEDS = {**llama.LLAMA.needs, "attention.latent.norm_eps": (1e-6,)}
-READ = f"{shape.ROPE} attention_bias num_key_value_heads head_dim first_k_dense_replace n_shared_experts"
-UNREAD = "auto_map pretraining_tp ep_size aux_loss_alpha seq_aux qk_head_dim output_router_logits"
+CONSTANTS = {**llama.LLAMA.constants, "attention.latent.norm_eps": 1e-6}
 
 
 def rules(config: ModelConfig, interleave: bool = True) -> Iterable[ConversionRule]:
@@ -62,9 +61,24 @@ def score_scale(width: int, scaling: Mapping[str, Any]) -> float:
     return scale * factor * factor
 
 
-def attention(tree: Json) -> dict[str, Any]:
-    """Settings of attention that depend on several keys."""
-    settings = llama.read_settings(tree, llama.ALL_ATTENTION)
+def read_attention(tree: Keys) -> dict[str, Any]:
+    """Settings of attention that depend on several keys; ConfigError for keys that contradict others."""
+    heads = tree["num_attention_heads"]
+    if tree["num_key_value_heads"] != heads:
+        raise ConfigError(
+            f"num_key_value_heads={tree['num_key_value_heads']}, but latent attention needs num_attention_heads={heads}"
+        )
+    if tree["head_dim"] != tree["qk_rope_head_dim"]:
+        raise ConfigError(
+            f"head_dim={tree['head_dim']}, but this class needs qk_rope_head_dim={tree['qk_rope_head_dim']}"
+        )
+    given = tree["rope_parameters"]
+    kind = given.get("rope_type")
+    if given.get("mscale_all_dim") and kind not in ("yarn", "default"):
+        raise ConfigError(
+            f"rope_parameters: mscale_all_dim with rope_type={kind}, but hpclm supports it only with yarn"
+        )
+    settings = llama.read_llama(tree, llama.ALL_ATTENTION)
     try:
         scaling = parsed(settings["rope.scaling"])
     except ValueError:  # ModelConfig names the wrong parameter
@@ -74,57 +88,37 @@ def attention(tree: Json) -> dict[str, Any]:
     return settings
 
 
-def described_attention(config: ModelConfig) -> dict[str, Any]:
-    """The keys that attention() reads, and those that other programs need."""
+def write_attention(config: ModelConfig) -> dict[str, Any]:
+    """The keys that read_attention() reads, and those that other programs need."""
     count = dict(num_key_value_heads=config.attention.heads, moe_layer_freq=1)
-    return llama.described_llama(config, llama.ALL_ATTENTION) | count
+    return llama.write_llama(config, llama.ALL_ATTENTION) | count
 
 
-def wrong(tree: Json) -> Iterator[str]:
-    """Keys that contradict others, and a scaling that changes scores without YaRN."""
-    heads = tree["num_attention_heads"]
-    if tree["num_key_value_heads"] not in (None, heads):
-        yield f"num_key_value_heads={tree['num_key_value_heads']}, but latent attention needs num_attention_heads={heads}"
-    if tree.get("head_dim") not in (None, tree["qk_rope_head_dim"]):
-        yield f"head_dim={tree['head_dim']}, but this class needs qk_rope_head_dim={tree['qk_rope_head_dim']}"
-    for key in ("rope_parameters", "rope_scaling"):
-        given = shape.mapping(tree.get(key), key)
-        kind = given.get("rope_type", given.get("type", "default"))
-        if given.get("mscale_all_dim") and kind not in ("yarn", "default"):
-            yield f"{key}.mscale_all_dim with rope_type={kind}, but hpclm supports it only with yarn"
-
-
-def more(config: ModelConfig) -> Iterator[str]:
-    """Reasons why these classes do not cover the attention of a network."""
-    yield from shape.bias_obstacles(config, llama.ALL_ATTENTION)
-    if not config.attention.latent.kv_rank:
-        yield "model.attention.latent.kv_rank=0, but it needs latent attention"
-    needed = score_scale(config.head_width, shape.scaling(config))
-    given = config.attention.score_scale
-    if not math.isclose(given or config.head_width**-0.5, needed, rel_tol=1e-6):
-        yield f"model.attention.score_scale={shape.as_json(given)}, but it needs {needed} with this model.rope.scaling"
-
-
-V3_ONLY = {"experts.router_choice_bias": (True,), "experts.router_score": ("sigmoid",)}
 SIGMOID = dict(scoring_func="sigmoid", topk_method="noaux_tc")
 """Keys that transformers does not read, but other programs do."""
 
 
 def rotating(family: Family, tree: Json) -> Family:
     """``family`` with the weights that a config.json describes: some rotate halves."""
-    if family.completed(tree)["rope_interleave"]:
+    if tree["rope_interleave"]:
         return family
     return replace(family, rules=partial(rules, interleave=False))
 
 
-def v3_form(family: Family, tree: Json) -> Family:
-    """DeepSeek V3 as a config.json describes it: without experts, if all layers are dense."""
-    tree = V3.completed(tree)
-    dense = tree["first_k_dense_replace"]
-    layers = tree["num_hidden_layers"]
-    if type(dense) is type(layers) is int and dense >= layers > 0:
-        return rotating(DENSE, tree)
-    return rotating(V3, tree)
+def read_v3(tree: Keys) -> dict[str, Any]:
+    """Settings that depend on several keys; without experts, if all layers are dense."""
+    settings = read_attention(tree) | biased_mixtures.read_sigmoid(tree)
+    if tree["first_k_dense_replace"] >= tree["num_hidden_layers"]:
+        settings["experts.count"] = 0
+    return settings
+
+
+def write_v3(config: ModelConfig) -> dict[str, Any]:
+    """The keys that read_v3() reads."""
+    keys = write_attention(config) | dict(rope_interleave=True, num_nextn_predict_layers=0)
+    if config.experts.count:
+        return keys | SIGMOID | biased_mixtures.write_sigmoid(config)
+    return keys | dict(first_k_dense_replace=config.layers)
 
 
 V3 = replace(
@@ -133,50 +127,27 @@ V3 = replace(
     model_type="deepseek_v3",
     keys={**KEYS, **biased_mixtures.SIGMOID_KEYS},
     rules=rules,
-    needs={**NEEDS, **biased_mixtures.BALANCED, **V3_ONLY},
+    constants={**CONSTANTS, **biased_mixtures.BALANCED, "experts.router_score": "sigmoid"},
     fixed={**biased_mixtures.GLM4_MOE.fixed, "moe_layer_freq": (1,)},
-    constant=lambda config: (
-        described_attention(config)
-        | biased_mixtures.described_sigmoid(config)
-        | SIGMOID
-        | dict(rope_interleave=True, num_nextn_predict_layers=0)
-    ),
-    form=v3_form,
-    shape=lambda tree: attention(tree) | biased_mixtures.sigmoid(tree),
-    covers=(*llama.LLAMA.covers, *biased_mixtures.SPLIT, "attention.score_scale"),
-    read=f"{READ} num_nextn_predict_layers rope_interleave",
-    unread=UNREAD,
-    wrong=wrong,
-    more=lambda config: [*more(config), *biased_mixtures.more_sigmoid(config)],
+    write=write_v3,
+    form=rotating,
+    read=read_v3,
+    unread="ep_size aux_loss_alpha seq_aux",
 )
-DENSE = replace(
-    V3,
-    keys=KEYS,
-    needs={**NEEDS, "experts.count": (0,)},
-    constant=lambda config: (
-        described_attention(config)
-        | dict(rope_interleave=True, num_nextn_predict_layers=0, first_k_dense_replace=config.layers)
-    ),
-    shape=attention,
-    covers=(*llama.LLAMA.covers, "attention.score_scale"),
-    unread=" ".join([UNREAD, *biased_mixtures.SIGMOID_KEYS.values()]),
-    more=more,
-)
-"""Without experts."""
-KIMI = replace(V3, model_type="kimi_k2")
-"""Another name for the same network."""
 
 
-def wrong_v2(tree: Json) -> Iterator[str]:
-    """Groups of experts by the best of each, which hpclm lacks."""
-    yield from wrong(tree)
+def read_v2(tree: Keys) -> dict[str, Any]:
+    """Settings that depend on several keys; ConfigError for groups of experts by the best of each, which hpclm lacks."""
     groups = tree["n_group"]
-    all_groups = type(groups) is int and groups == tree["topk_group"]
-    if tree["topk_method"] == "group_limited_greedy" and not all_groups:
-        yield (
-            f"topk_method=group_limited_greedy with n_group={groups}: it chooses topk_group={tree['topk_group']} groups by the best "
+    top = tree["topk_group"]
+    if tree["topk_method"] not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"topk_method={tree['topk_method']}, but hpclm supports greedy or group_limited_greedy")
+    if tree["topk_method"] == "group_limited_greedy" and (groups is None or groups != top):
+        raise ConfigError(
+            f"topk_method=group_limited_greedy with n_group={groups}: it chooses topk_group={top} groups by the best "
             "score of each, but hpclm by the sum of the two best"
         )
+    return read_attention(tree) | biased_mixtures.read_first_dense(tree)
 
 
 V2 = replace(
@@ -190,60 +161,46 @@ V2 = replace(
         "experts.ffn": "moe_intermediate_size",
         "experts.router_scale": "routed_scaling_factor",
     },
-    needs={**NEEDS, "experts.router_normalize": (False,)},
-    fixed=dict(
-        scoring_func=("softmax",),
-        topk_method=("greedy", "group_limited_greedy"),
-        moe_layer_freq=(1,),
-        norm_topk_prob=(False, None),
-        mlp_bias=(False,),
-    ),
-    aliases={"num_experts": "n_routed_experts"},
-    constant=lambda config: (
-        described_attention(config)
-        | biased_mixtures.described_sigmoid(config)
+    constants={**CONSTANTS, "experts.router_normalize": False},
+    fixed=dict(scoring_func=("softmax",), moe_layer_freq=(1,)),
+    write=lambda config: (
+        write_attention(config)
+        | biased_mixtures.write_sigmoid(config)
         | dict(scoring_func="softmax", topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False)
     ),
     form=lambda family, tree: family,
-    shape=lambda tree: attention(tree) | biased_mixtures.first_dense(tree),
-    read=f"{READ} n_group topk_group",
+    newer=lambda config: config.rope.scaling.get("rope_type") == "yarn",
+    read=read_v2,
     left_out=lambda tree, name: False,
-    wrong=wrong_v2,
 )
 
 
-def glm_lite(tree: Json) -> dict[str, Any]:
-    """Settings that depend on several keys; the first layer is dense unless mlp_layer_types says otherwise."""
-    count = max(1, shape.whole(tree, "num_hidden_layers"))
+def read_glm_lite(tree: Keys) -> dict[str, Any]:
+    """Settings that depend on several keys."""
     types = tree["mlp_layer_types"]
-    if types is None:
-        types = ["dense" if i == 0 else "sparse" for i in range(count)]
-    if not isinstance(types, list) or len(types) != count or any(kind not in ("dense", "sparse") for kind in types):
-        raise ConfigError(f"mlp_layer_types={types}: hpclm has dense and sparse, one for each of {count} layers")
+    if len(types) != tree["num_hidden_layers"] or not {*types} <= {"dense", "sparse"}:
+        raise ConfigError(f"mlp_layer_types={types} must be a list of dense and sparse, one for each layer")
     settings = biased_mixtures.shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
     settings |= expert_weights.mlp_pattern([kind == "sparse" for kind in types])
     dense = tree.get("first_k_dense_replace")
-    if dense is not None and biased_mixtures.first_dense(tree) != settings:
+    if dense is not None and biased_mixtures.read_first_dense(tree) != settings:
         raise ConfigError(f"first_k_dense_replace={dense}, but this class reads mlp_layer_types={types}")
-    return attention(tree) | settings | biased_mixtures.grouped(tree)
+    return read_attention(tree) | settings | biased_mixtures.read_groups(tree)
 
 
-def described_glm_lite(config: ModelConfig) -> dict[str, Any]:
-    """The keys that glm_lite() reads."""
+def write_glm_lite(config: ModelConfig) -> dict[str, Any]:
+    """The keys that read_glm_lite() reads."""
     types = ["dense" if layer.experts is None else "sparse" for layer in config.blocks]
     settings = dict(mlp_layer_types=types, rope_interleave=True, num_nextn_predict_layers=0)
-    shared = dict(n_shared_experts=config.experts.shared_ffn // config.expert_width)
-    return described_attention(config) | shared | SIGMOID | settings
+    shared = dict(n_shared_experts=max(1, config.experts.shared_ffn // config.expert_width))
+    return write_attention(config) | shared | SIGMOID | settings
 
 
 GLM_LITE = replace(
     V3,
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
-    constant=described_glm_lite,
-    form=rotating,
-    shape=glm_lite,
-    read=f"{V3.read} mlp_layer_types",
-    more=lambda config: [*more(config), *biased_mixtures.more(config)],
+    write=write_glm_lite,
+    read=read_glm_lite,
 )
-ALL_FAMILIES: Iterable[Family] = (DENSE, V3, V2, GLM_LITE)
+ALL_FAMILIES: Iterable[Family] = (V3, V2, GLM_LITE)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import llama, shape
-from hpclm.interop.huggingface.family import Json
 from hpclm.interop.rules import LOGICAL, ConversionRule, per_expert, same
 
 KEYS = {
@@ -21,8 +20,6 @@ KEYS = {
     "experts.router_normalize": "norm_topk_prob",
 }
 """Maps our settings to the keys of most classes."""
-LOSSES = "router_aux_loss_coef output_router_logits"
-"""Keys of the loss that balances experts while transformers trains; hpclm has no such setting (see remark())."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +81,3 @@ def mlp_pattern(sparse: Sequence[bool]) -> dict[str, Any]:
 def dense_layers(config: ModelConfig) -> list[int]:
     """Numbers of the layers without experts."""
     return [number for number, layer in enumerate(config.blocks) if layer.experts is None]
-
-
-def absent(config: ModelConfig) -> Iterator[str]:
-    """The reason why a class with experts does not cover a network without them."""
-    if not config.experts.count:
-        yield "model.experts.count=0, but it needs experts"
-
-
-def remark(tree: Json) -> str | None:
-    """A warning that the balance loss of transformers does not become a setting."""
-    if not tree.get("router_aux_loss_coef"):
-        return None
-    return (
-        f"router_aux_loss_coef={tree['router_aux_loss_coef']} is ignored: transformers computes one "
-        "loss from the means over all layers, but hpclm one for each layer. To balance experts in training, set model.experts.balance_sequence or another model.experts.balance_…"
-    )

@@ -1,11 +1,12 @@
 """The classes of transformers that hpclm converts, by model_type."""
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.config.rope import KINDS
 from hpclm.interop.huggingface import (
     biased_mixtures,
     bloom_neox,
@@ -20,32 +21,40 @@ from hpclm.interop.huggingface import (
     nanochat,
     olmo,
     relatives,
-    shape,
     unsupported,
 )
-from hpclm.interop.huggingface.family import Family, Json
-from hpclm.interop.rules import without
+from hpclm.interop.huggingface.completion import Keys
+from hpclm.interop.huggingface.family import Family
+from hpclm.interop.huggingface.shape import Json
+
+log = logging.getLogger(__name__)
 
 OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
 NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
 EXPERTS = (*mixtures.ALL_FAMILIES, *biased_mixtures.ALL_FAMILIES, *deepseek.ALL_FAMILIES)
-WRITTEN = (*OLDER, glm_phi.PHI3, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *EXPERTS)
+WRITTEN = (*OLDER, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *EXPERTS, glm_phi.PHI3)
 """Classes for an export, in the order they are tried in."""
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, deepseek.KIMI, custom.FAMILY)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, custom.FAMILY)}
+FAMILIES["kimi_k2"] = deepseek.V3
 
 
 def of_network(config: ModelConfig) -> Family:
     """The class for a network: transformers' or hpclm's; ConfigError for a user-defined block."""
     candidates = (*WRITTEN, custom.FAMILY)
+    if config.rope.scaling.get("rope_type") == "longrope":  # other programs read it only in Phi 3
+        candidates = (glm_phi.PHI3, *candidates)
     for family in candidates:
-        if not family.obstacles(config):
+        if family.covers(config):
             return family
     raise ConfigError(["this network has no Hugging Face form:", *nearest_obstacles(config, candidates)])
 
 
 def nearest_obstacles(config: ModelConfig, candidates: Sequence[Family] = WRITTEN) -> list[str]:
-    """Reasons why the nearest ``candidates`` do not cover a network, as "CLASS, CLASS: reasons"."""
-    obstacles = {family.architecture: family.obstacles(config) for family in candidates}
+    """The settings in which the nearest ``candidates`` differ from a network, as "CLASS, CLASS: settings"."""
+    obstacles: dict[str, list[str]] = {}
+    for family in candidates:
+        with suppress(ConfigError):
+            obstacles[family.architecture] = family.differences(config)
     fewest = min(map(len, obstacles.values()))
     classes: dict[str, list[str]] = {}
     for architecture, wrong in obstacles.items():
@@ -54,31 +63,8 @@ def nearest_obstacles(config: ModelConfig, candidates: Sequence[Family] = WRITTE
     return [f"{', '.join(names)}: {reasons}" for reasons, names in classes.items()]
 
 
-def without_ignored(tree: Json, ignored: Collection[str]) -> Json:
-    """A config.json without the ``ignored`` keys; ConfigError for keys that do not exist or that hpclm reads."""
-    family = FAMILIES.get(str(tree.get("model_type")), custom.FAMILY)
-    needed = {*family.keys.values()} | {"model_type", "vocab_size", *family.read.split()}
-    inner = [name for name in ignored if "." in name and name not in tree]
-    tree = without(tree, [name for name in ignored if name not in inner], needed, "key")
-    for name in inner:
-        *outer, key = name.split(".")
-        tree = _without_parameter(tree, name, outer, key)
-    return tree
-
-
-def _without_parameter(tree: Json, name: str, outer: Sequence[str], key: str) -> Json:
-    """``tree`` without the parameter ``key`` of scaled positions, which is below the keys ``outer``."""
-    if not outer:
-        parameters = " ".join(word for kind in KINDS.values() for word in kind).split()
-        return without(tree, [key], {*parameters, *shape.OUTSIDE}, f"parameter ({name})")
-    below = tree.get(outer[0])
-    if not isinstance(below, Mapping) or not outer[0].startswith(("rope_", *shape.KEPT)):
-        raise ConfigError(f"--ignore {name}: the source has no such key")
-    return {**tree, outer[0]: _without_parameter(below, name, outer[1:], key)}
-
-
-def of_config(tree: Json) -> Family:
-    """The class described by a config.json; ConfigError if hpclm does not support the network."""
+def of_config(tree: Json) -> tuple[Family, Keys]:
+    """The class described by a config.json, and the completed keys; ConfigError if hpclm does not support it."""
     kind = tree.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         problem = f"model_type={kind} is not supported"
@@ -86,27 +72,21 @@ def of_config(tree: Json) -> Family:
         if lacking:
             problem += f": it has {lacking}, which hpclm lacks"
         raise ConfigError(f"{problem}; hpclm reads {', '.join(FAMILIES)}")
-    family = FAMILIES[kind].form(FAMILIES[kind], tree)
-    wrong = family.problems(tree)
     if tree.get("quantization_config") is not None and fp8_blocks.size(tree) is None:
-        wrong.append(
+        raise ConfigError(
             "its weights are quantized, but hpclm reads only fp32, bf16, fp16, and fp8 with a scale for each block"
         )
-    if wrong:
-        raise ConfigError(wrong)
-    return family
+    keys = FAMILIES[kind].completed(tree)
+    if keys.get("router_aux_loss_coef"):
+        log.warning(
+            "router_aux_loss_coef=%s is ignored: transformers computes one loss from the means over all layers, but hpclm one for each "
+            "layer. To balance experts in training, set model.experts.balance_sequence or another model.experts.balance_…",
+            keys["router_aux_loss_coef"],
+        )
+    return FAMILIES[kind].form(FAMILIES[kind], keys), keys
 
 
 def model_settings(tree: Json) -> dict[str, Any]:
     """The model settings for a config.json; ConfigError if hpclm does not support the network."""
-    family = of_config(tree)
-    one = {name: values[0] for name, values in family.needs.items() if len(values) == 1}
-    values = one | family.settings(tree)
-    wrong = [
-        f"model.{name}={values[name]}, which {family.architecture} in transformers does not have"
-        for name, allowed in family.needs.items()
-        if name in values and values[name] not in allowed
-    ]
-    if wrong:
-        raise ConfigError(wrong)
-    return values
+    family, keys = of_config(tree)
+    return family.settings(keys)

@@ -77,6 +77,10 @@ def export_run(
                 " | ".join(families.nearest_obstacles(config)),
                 custom.CODE.name,
             )
+        if family.newer(config):
+            log.warning(
+                "load this export with transformers 5 or newer: transformers 4 has other rotary positions or scores"
+            )
         _write(staging_dir / "config.json", config_json(config, ids, dtype))
         template, generation = special_tokens.chat_of_run(checkpoint.run, paths)
         _write(staging_dir / special_tokens.GENERATION, generation | ids)
@@ -102,9 +106,6 @@ def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict
     family = families.of_network(config)
     kind = str(TYPES[dtype]).removeprefix("torch.")
     return {"architectures": [family.architecture], **family.described(config)} | dict(
-        vocab_size=config.vocab_size,
-        tie_word_embeddings=config.tied,
-        initializer_range=config.init_std,
         torch_dtype=kind,
         **ids,
     )
@@ -171,20 +172,16 @@ class Prefixed:
         return self._reader.read(self._names[name])
 
 
-def import_folder(
-    folder: Path, target: Path, overrides: list[str], pickle: bool = False, ignored: Sequence[str] = ()
-) -> ModelConfig:
+def import_folder(folder: Path, target: Path, overrides: list[str], pickle: bool = False) -> ModelConfig:
     """Import ``folder`` as the run directory ``target``. ``overrides``: model.… settings that override config.json.
 
-    ``ignored``: keys of config.json that are not checked. ConfigError if hpclm does not support the network, or if config.json and
-    weights do not match.
+    ConfigError if hpclm does not support the network, or if config.json and weights do not match.
     """
-    saved = json_object(folder / "config.json")
+    tree = json_object(folder / "config.json")
     theirs: dict[str, str] = {}
     try:
-        tree = families.without_ignored(saved, ignored)
-        family = families.of_config(tree)
-        settings = families.model_settings(tree)
+        family, keys = families.of_config(tree)
+        settings = family.settings(keys)
         given = {word.partition("=")[0].strip() for word in overrides}
         names = {ours: key for key, ours in SHAPED.items() if key in tree} | family.theirs
         theirs = {f"model.{ours}": key for ours, key in names.items() if f"model.{ours}" not in given}
@@ -193,7 +190,7 @@ def import_folder(
         lines = [SETTING.sub(lambda name: theirs.get(name[0], name[0]), line) for line in error.problems]
         raise run.located(ConfigError(lines), folder / "config.json") from None
     reader = fp8_blocks.dequantized(Reader(folder, pickle), tree)
-    left_out = sorted(name for name in reader.names() if family.left_out(tree, name))
+    left_out = sorted(name for name in reader.names() if family.left_out(keys, name))
     if left_out:
         log.warning("multi-token prediction, which hpclm does not train, is left out: %s", first_few(left_out))
     source = Prefixed(reader, family, config, left_out)

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface import llama, shape
-from hpclm.interop.huggingface.family import Json
+from hpclm.interop.huggingface import llama
+from hpclm.interop.huggingface.completion import Keys
 from hpclm.interop.rules import ConversionRule, absent, of_modules, placements, reordered
 
 MODULES = {"mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
@@ -37,29 +38,23 @@ def scaled(rope_scaling: Mapping[str, str]) -> Iterator[str]:
         yield f"rotary positions scaled by rope_type={kind}, which scales q and k after their norms in hpclm but before them in NanoChat"
 
 
-def read_settings(tree: Json) -> dict[str, Any]:
+def read(tree: Keys) -> dict[str, Any]:
     """Settings that depend on several keys."""
-    settings = llama.read_settings(tree, llama.ALL_ATTENTION)
+    settings = llama.read_llama(tree, llama.ALL_ATTENTION)
     wrong = list(scaled(settings["rope.scaling"]))
     if wrong:
         raise ConfigError(wrong)
-    return settings | dict(logit_cap=tree["final_logit_softcapping"])
+    return settings
 
 
 NANOCHAT = replace(
     llama.LLAMA,
     architecture="NanoChatForCausalLM",
     model_type="nanochat",
-    keys=llama.NARROW,
+    keys={**llama.NARROW, "logit_cap": "final_logit_softcapping"},
     rules=rules,
-    needs={**llama.LLAMA.needs, "activation": ("relu2",), "embed_norm": (True,), "attention.qk_norm": (True,)},
-    constant=lambda config: (
-        llama.described_llama(config, llama.ALL_ATTENTION) | dict(final_logit_softcapping=config.logit_cap)
-    ),
-    shape=read_settings,
-    covers=(*llama.LLAMA.covers, "logit_cap"),
+    constants={**llama.LLAMA.constants, "embed_norm": True, "attention.qk_norm": True},
+    write=partial(llama.write_llama, biases=llama.ALL_ATTENTION),
+    read=read,
     activations=llama.SQUARED,
-    read=f"{shape.ROPE} {shape.LAYERS} attention_bias final_logit_softcapping",
-    more=lambda config: [*shape.bias_obstacles(config, llama.ALL_ATTENTION), *scaled(config.rope.scaling)],
-    width=False,
 )

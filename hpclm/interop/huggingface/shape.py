@@ -2,12 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
-from hpclm.config.model import MAX_LAYERS
 from hpclm.config.rope import KINDS, parsed
 
 Json = Mapping[str, Any]
@@ -15,12 +14,6 @@ KEPT = {"full_attention": "full", "sliding_attention": "window"}
 OUTSIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 """Keys of rope_parameters that do not belong to a scaling."""
 BETAS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-ROPE = "rope_theta rope_parameters rope_scaling partial_rotary_factor original_max_position_embeddings"
-"""Keys of config.json that rope() reads."""
-LAYERS = "layer_types sliding_window use_sliding_window"
-"""Keys of config.json that layers() reads."""
-ROPE_SETTINGS = ("rope.base", "rope.fraction", "rope.scaling")
-WINDOW_SETTINGS = ("attention.pattern", "attention.window", "rope.window_base", "rope.window_scaled")
 BIASES = ("attention.qkv_bias", "attention.out_bias", "mlp_bias")
 
 
@@ -44,52 +37,33 @@ def number(tree: Json, key: str) -> float:
     return float(value)
 
 
-def with_default_scaling(tree: Json, parameters: Json) -> Json:
-    """``tree``, with rope_parameters ``parameters`` if it does not scale positions."""
-    if tree.get("rope_parameters") or tree.get("rope_scaling"):
-        return tree
-    return {**tree, "rope_parameters": parameters}
-
-
-def rope(tree: Json, theta: float = 10000.0, part: float = 1.0, parameters: Json | None = None) -> dict[str, Any]:
-    """Our settings for rotary positions. ``theta`` and ``part``: defaults for missing keys.
-
-    ``parameters``: those of one kind of layers. None: rope_parameters as transformers 5 writes them, or rope_scaling, which takes
-    precedence (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``).
-    """
-    nested = parameters is not None
-    both = mapping(tree.get("rope_parameters"), "rope_parameters")
-    given = parameters or ({} if nested else mapping(tree.get("rope_scaling"), "rope_scaling") or both)
+def rope(tree: Json) -> dict[str, Any]:
+    """Our settings for rotary positions that are the same in all layers."""
+    given = mapping(tree["rope_parameters"], "rope_parameters")
     kinds = [key for key in given if key in KEPT]
     if kinds:
         raise ConfigError(
             f"rope_parameters of {', '.join(kinds)}: this class has the same rotary positions in all layers"
         )
-    kind = given.get("rope_type", given.get("type", "default"))
-    scaling = {key: value for key, value in given.items() if key not in OUTSIDE}
-    if kind == "yarn" and nested:  # transformers reads truncate outside the parameters of a kind of layers
-        scaling.pop("truncate", None)
-        if "truncate" in both:
-            scaling["truncate"] = both["truncate"]
-    base = given if "rope_theta" in given else {"rope_theta": theta, **tree}
+    return rotary(tree, given)
+
+
+def rotary(tree: Json, given: Json) -> dict[str, Any]:
+    """Our settings for the completed rope_parameters ``given``."""
+    kind = given["rope_type"]
     return {
-        "rope.base": number(base, "rope_theta"),
-        "rope.fraction": _first(given.get("partial_rotary_factor"), tree.get("partial_rotary_factor"), part),
-        "rope.scaling": {} if kind == "default" else _scaling(tree, kind, scaling, nested),
+        "rope.base": number(given, "rope_theta"),
+        "rope.fraction": float(given.get("partial_rotary_factor", 1.0)),
+        "rope.scaling": {} if kind == "default" else _scaling(tree, kind, given),
     }
 
 
-def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]:
+def _scaling(tree: Json, kind: Any, given: Json) -> dict[str, str]:
     """model.rope.scaling for parameters in config.json; ConfigError for parameters that transformers ignores."""
-    context = tree.get("max_position_embeddings")
     original = "original_max_position_embeddings"
-    scaling = dict(given)
-    if kind in ("yarn", "llama3", "longrope"):
-        scaling.setdefault(original, context)
-        if original in tree and not nested:
-            scaling[original] = tree[original]
+    scaling = {key: value for key, value in given.items() if key not in OUTSIDE}
     if kind == "dynamic":  # transformers uses max_position_embeddings
-        scaling[original] = context
+        scaling[original] = tree["max_position_embeddings"]
     if kind in ("yarn", "longrope"):
         if "factor" in scaling and scaling["factor"] is None:
             scaling["factor"] = number(tree, "max_position_embeddings") / number(scaling, original)
@@ -99,21 +73,12 @@ def _scaling(tree: Json, kind: Any, given: Json, nested: bool) -> dict[str, str]
     if "truncate" in scaling:
         scaling["truncate"] = bool(scaling["truncate"])
     read_keys = " ".join(KINDS.get(str(kind), ())).split()
-    unknown = [f"{_place(tree, key)}{key}" for key in scaling if read_keys and key not in read_keys]
+    unknown = [key for key in scaling if read_keys and key not in read_keys]
     if unknown:
-        ignore = " ".join(f"--ignore {key}" for key in unknown)
         raise ConfigError(
-            f"{', '.join(unknown)}: transformers ignores this with rope_type={kind}; if hpclm should ignore it too, give {ignore}"
+            f"rope_parameters: transformers ignores {', '.join(unknown)} with rope_type={kind}; remove this from a copy of config.json"
         )
     return {"rope_type": as_json(kind), **{key: as_json(value) for key, value in scaling.items()}}
-
-
-def _place(tree: Json, key: str) -> str:
-    """Path of a scaling parameter in config.json, as a prefix for its name."""
-    places = {"rope_scaling.": tree.get("rope_scaling"), "rope_parameters.": tree.get("rope_parameters")}
-    both = places["rope_parameters."] or {}
-    places |= {f"rope_parameters.{kind}.": both.get(kind) for kind in KEPT}
-    return next((place for place, values in places.items() if key in (values or {})), "")
 
 
 def described_rope(config: ModelConfig) -> dict[str, Any]:
@@ -129,52 +94,27 @@ def scaling(config: ModelConfig) -> dict[str, Any]:
     return parsed(config.rope.scaling)
 
 
-def layers(
-    tree: Json, kind: Callable[[int], str] | None = None, switched: bool = False, turned: bool = False
-) -> dict[str, Any]:
-    """Our settings for kinds of layers. ``kind``: gives a layer's kind without layer_types; None: all layers have the window, if any.
-    ``switched``: use_sliding_window turns windows on. ``turned``: layers with a window have their own rotary positions, even if the
-    window covers the context."""
-    window = None if switched and not tree["use_sliding_window"] else tree["sliding_window"]
-    context = whole(tree, "max_position_embeddings")
-    count = whole(tree, "num_hidden_layers")
+def layers(tree: Json, turned: bool = False, uniform: bool = False) -> dict[str, Any]:
+    """Our settings for kinds of layers. ``turned``: layers with a window have their own rotary positions, even if the window covers the
+    context. ``uniform``: the class has no layer_types."""
+    window = tree["sliding_window"]
+    context = tree["max_position_embeddings"]
     if window is not None and type(window) is not int:
         raise ConfigError(f"sliding_window={window} must be a whole number")
-    every = "full_attention" if window is None else "sliding_attention"
-    types = tree.get("layer_types")
-    if not types:
-        types = [every] * count
-        if kind and (window is not None or turned):
-            types = [kind(i) for i in range(count)]
-    if (
-        not isinstance(types, list)
-        or len(types) != count
-        or not {str(layer_type) for layer_type in types} <= KEPT.keys()
-    ):
-        raise ConfigError(f"layer_types={types}: hpclm has {' and '.join(KEPT)}, one for each of {count} layers")
+    if uniform:
+        types = ["full_attention" if window is None else "sliding_attention"] * tree["num_hidden_layers"]
+    else:
+        types = tree["layer_types"]
+    if not {*types} <= KEPT.keys():
+        raise ConfigError(f"layer_types={types}: hpclm has {' and '.join(KEPT)}")
     kinds = [KEPT[layer_type] for layer_type in types]
     if "window" in kinds and window is None:
         raise ConfigError(f"layer_types={types} with sliding_window={window}")
-    scaled = {
-        **mapping(tree.get("rope_parameters"), "rope_parameters"),
-        **mapping(tree.get("rope_scaling"), "rope_scaling"),
-    }
-    dynamic = "dynamic" in (scaled.get("rope_type"), scaled.get("type"))  # such a model reads longer texts
+    dynamic = "dynamic" in str(tree.get("rope_parameters"))  # such a model reads longer texts
     covers = window is not None and window >= context and not dynamic  # then it has no effect
     if window is None or "window" not in kinds or (covers and not turned):
         return {"attention.pattern": ["full"], "attention.window": None}
     return {"attention.pattern": period(kinds), "attention.window": window}
-
-
-def full_every(n: int) -> Callable[[int], str]:
-    """Returns a function that gives a layer's kind: full attention in every ``n``-th layer, a window in the others."""
-    return lambda i: "sliding_attention" if (i + 1) % n else "full_attention"
-
-
-def whole(tree: Json, key: str) -> int:
-    """A number in config.json that is checked elsewhere; 0 if it is not valid."""
-    value = tree.get(key)
-    return value if type(value) is int and value < MAX_LAYERS * MAX_LAYERS else 0
 
 
 def period(kinds: Sequence[str]) -> list[str]:
@@ -182,6 +122,11 @@ def period(kinds: Sequence[str]) -> list[str]:
     sizes = range(1, len(kinds) + 1)
     size = next(n for n in sizes if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
     return list(kinds[:size])
+
+
+def described_parameters(config: ModelConfig) -> dict[str, Any]:
+    """rope_parameters, for a class that scales positions if config.json does not say that they are not scaled."""
+    return {"rope_parameters": {"rope_type": "default", **scaling(config), "rope_theta": config.rope.base}}
 
 
 def layer_types(config: ModelConfig) -> list[str]:
@@ -232,60 +177,40 @@ def described_biases(config: ModelConfig, keys: Sequence[str | bool]) -> dict[st
     return {key: value for key, value in zip(keys, config.biases, strict=True) if isinstance(key, str)}
 
 
-def bias_obstacles(config: ModelConfig, keys: Sequence[str | bool]) -> Iterator[str]:
-    """Reasons why config.json cannot describe the biases of a network."""
-    for i, (name, key, value) in enumerate(zip(BIASES, keys, config.biases, strict=True)):
-        if isinstance(key, bool) and key != value:
-            yield f"model.{name}={str(value).lower()}, but it needs {str(key).lower()}"
-        elif key in keys[:i] and value != config.biases[keys.index(key)]:
-            yield f"model.{name}={str(value).lower()}, but it needs one value for this and model.{BIASES[keys.index(key)]}"
-
-
-def _first(*values: Any) -> float:
-    return float(next(value for value in values if value is not None))
-
-
 def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters of rotary positions in layers with full attention and in layers with a window, for a class that has both."""
-    both, scaled = (mapping(tree.get(key), key) for key in ("rope_parameters", "rope_scaling"))
-    if both and scaled and not isinstance(both.get("full_attention"), Mapping):
-        raise ConfigError("rope_scaling changes rope_parameters.full_attention, which is missing")
+    both = mapping(tree["rope_parameters"], "rope_parameters")
     full, window = (
         dict(mapping(both.get(kind), f"rope_parameters.{kind}")) for kind in ("full_attention", "sliding_attention")
     )
-    return {**full, **scaled}, window
+    for parameters in (full, window):
+        if parameters["rope_type"] == "yarn":  # transformers reads truncate outside the parameters of a kind of layers
+            parameters.pop("truncate", None)
+            if "truncate" in both:
+                parameters["truncate"] = both["truncate"]
+    return full, window
 
 
-def near(tree: Json, given: Json, far: Json, kinds: Json, theta: float) -> dict[str, Any]:
-    """Our settings for the rotary positions of layers with a window. ``given``: their parameters; ``far``: settings of the other layers;
-    ``kinds``: the result of layers(). ConfigError if the scaling differs in another way."""
-    window_rope = rope(tree, theta, parameters={"rope_theta": theta, **given})
+def kinds_of_positions(tree: Json) -> dict[str, Any]:
+    """Our settings for a class whose layers with a window have other rotary positions; ConfigError if these have another scaling."""
+    full, window = by_kind(tree)
+    kinds = layers(tree, turned=True)
+    far = rotary(tree, full)
+    near = rotary(tree, window)
     if kinds["attention.window"] is None:  # then no layer uses them
-        return {}
-    if window_rope["rope.fraction"] != far["rope.fraction"] or window_rope["rope.scaling"] not in (
-        {},
-        far["rope.scaling"],
-    ):
+        return far | kinds
+    if near["rope.fraction"] != far["rope.fraction"] or near["rope.scaling"] not in ({}, far["rope.scaling"]):
         raise ConfigError("rope_parameters: layers with a window are scaled differently from the others")
-    return {
-        "rope.window_base": other_base(window_rope["rope.base"], far["rope.base"]),
-        "rope.window_scaled": window_rope["rope.scaling"] == far["rope.scaling"],
-    }
+    return (
+        far
+        | kinds
+        | {
+            "rope.window_base": other_base(near["rope.base"], far["rope.base"]),
+            "rope.window_scaled": near["rope.scaling"] == far["rope.scaling"],
+        }
+    )
 
 
 def other_base(window: float, base: float) -> float | None:
     """model.rope.window_base for the base of layers with a window; None if it equals the ``base`` of the other layers."""
     return None if window == base else window
-
-
-def only(config: ModelConfig, *kinds: str) -> Iterator[str]:
-    """Reasons why a class with these kinds of layers does not cover a network."""
-    others = sorted(set(config.attention.pattern) - set(kinds))
-    if others:
-        yield f"model.attention.pattern has {', '.join(others)}, but it needs {' and '.join(kinds)}"
-
-
-def unscaled_windows(config: ModelConfig) -> Iterator[str]:
-    """The reason why a class does not cover a network with scaled positions in layers with a window."""
-    if config.attention.window and config.rope.scaling and config.rope.window_scaled:
-        yield "model.rope.window_scaled=true, but it scales only other layers"

@@ -59,11 +59,11 @@ class Reader:
 
     def _listed(self, pickle: bool) -> Iterator[tuple[str, str]]:
         for index, whole, allowed in ((INDEX, WHOLE, True), (PICKLED_INDEX, PICKLED, pickle)):
+            if allowed and (self.folder / whole).exists():  # transformers ignores an index beside it
+                yield from ((name, whole) for name in self._file(whole).keys())  # noqa: SIM118 - it is not a dict
+                return
             if allowed and (self.folder / index).exists():
                 yield from self._indexed(self.folder / index)
-                return
-            if allowed and (self.folder / whole).exists():
-                yield from ((name, whole) for name in self._file(whole).keys())  # noqa: SIM118 - it is not a dict
                 return
         problem = f"{self.folder} has neither {WHOLE} nor {INDEX}"
         if any((self.folder / name).exists() for name in (PICKLED, PICKLED_INDEX)):

@@ -154,12 +154,13 @@ def test_the_idle_part_of_a_pipeline_is_told(capsys):
     assert f"bubble of equal stages {1 / 5:.1%}" in text  # (p - 1) / (m + p - 1)
 
 
-def test_what_is_assumed_of_an_optimizer_that_cannot_be_tried_here_is_told(capsys):
-    text = output("debug", "optim.name=no_such_module:X", capsys=capsys)
-    assert (
-        "optim.name=no_such_module:X is assumed to keep two tensors of each weight's shape, like AdamW, because it cannot be"
-        in text
-    )
+@pytest.mark.parametrize(
+    "name, more",
+    [("torch.optim:SGD", "\n"), ("no_such_module:X", ", and to train in any layout, because it cannot be loaded here")],
+)
+def test_what_is_assumed_of_an_optimizer_of_the_users_is_told(name, more, capsys):
+    text = output("debug", f"optim.name={name}", capsys=capsys)
+    assert f"optim.name={name} is assumed to keep two tensors of each weight's shape, like AdamW{more}" in text
 
 
 def test_nothing_fits_a_gpu_that_is_too_small(capsys):

@@ -3,25 +3,16 @@
 Needs no PyTorch. A matrix is [A, B].
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
 Where = Literal["weight", "matrix", "everywhere"]
-Shape = Sequence[int]
 Settings = Any
 """An OptimConfig. It cannot be imported here, because its definition uses this table."""
-EXAMPLES: Sequence[tuple[str, Shape]] = (
-    ("block0.mlp.up.weight", (2, 2)),
-    ("block0.norm1.weight", (2,)),
-    ("tokens.weight", (2, 2)),
-)
-"""The name and the shape of one weight of each kind. A block's matrix comes first, because most parameters belong to such matrices."""
-
-EXPERTS = re.compile(r"block\d+\.mlp\.experts\.(up|down)(_bias)?")
-"""Names of weights that stack the weights of all experts in a layer."""
+Placement = Any
+"""A weight's hpclm.parallel.placement.Placement: its shape, its dimensions and its use."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +54,10 @@ class OptimizerKind:
     """module:name of the function that constructs it from (weights, optim)."""
     summary: str
     """For the documentation of optim.name."""
-    state: Callable[[str, Shape, Settings], State]
-    """(name, shape, settings) of a weight -> the tensors of its state, which checkpoints store as ``optim.TENSOR.WEIGHT``."""
-    group_state: tuple[str, ...] = ()
-    """Names of numbers in a parameter group that each update changes, in the same way on all processes."""
-    matrices: Callable[[str, Shape], bool] | None = None
-    """Whether one process updates the weight with this name and shape as a whole matrix; None: False for every weight."""
+    state: Callable[[Placement, Settings], State]
+    """The tensors of a weight's state, which checkpoints store as ``optim.TENSOR.WEIGHT``."""
+    matrices: Callable[[Placement], bool] | None = None
+    """Whether one process updates a weight as a whole matrix; None: False for every weight."""
     cost: Callable[[Settings, Sequence[tuple[int, int]]], MatrixCost] = lambda optim, parts: MatrixCost()
     """The cost of a weight that is updated as a whole matrix; ``parts``: the shapes (A, B) of the matrices that it fuses."""
     settings: tuple[str, ...] = ()
@@ -82,15 +71,9 @@ class OptimizerKind:
     offloaded: bool = False
     """Whether it updates weights in CPU memory, and needs engine.offload."""
 
-    def bytes_per_parameter(self, optim: Settings, example: tuple[str, Shape] = EXAMPLES[0]) -> int:
-        """Bytes of state with the weight's shape per parameter of ``example``, by default a block's matrix."""
-        name, shape = example
-        return 4 * len(tensors_held(self.state(name, shape, optim)))
-
-    def elementwise(self, optim: Settings) -> bool:
-        """Whether it can update any slice of a flattened weight without the rest."""
-        every = (tensor for name, shape in EXAMPLES for tensor in self.state(name, shape, optim).values())
-        return not self.matrices and not self.group_state and all(tensor.where == "weight" for tensor in every)
+    def bytes_per_parameter(self, optim: Settings, placement: Placement) -> int:
+        """Bytes of state with the weight's shape per parameter of a weight."""
+        return 4 * len(tensors_held(self.state(placement, optim)))
 
 
 def tensors_held(state: State, where: Where = "weight") -> dict[str, StateTensor]:
@@ -98,35 +81,23 @@ def tensors_held(state: State, where: Where = "weight") -> dict[str, StateTensor
     return {name: tensor for name, tensor in state.items() if tensor.where == where}
 
 
-def like_weight(*names: str) -> Callable[[str, Shape, Settings], State]:
+def like_weight(*names: str) -> Callable[[Placement, Settings], State]:
     """The state of an optimizer that keeps these tensors, each with the weight's shape."""
-    return lambda name, shape, optim: dict.fromkeys(names, StateTensor(tuple(shape)))
+    return lambda placement, optim: dict.fromkeys(names, StateTensor(placement.shape))
 
 
-def stacked(name: str) -> bool:
-    """Whether a weight stacks the weights of experts along its first dimension."""
-    return bool(EXPERTS.fullmatch(name))
-
-
-def dimensions(name: str, shape: Shape) -> int:
-    """2 for a matrix, 1 for a bias or norm; for a stack, the dimensions of one expert's weight."""
-    return len(shape) - stacked(name)
-
-
-def block_matrix(name: str, shape: Shape) -> bool:
+def hidden_matrix(placement: Placement) -> bool:
     """Whether a weight is a matrix of a block, or a stack of such matrices; False for embeddings, output projection, norms, biases.
 
     The router's weight is one of them, as in Megatron-LM and in Moonlight (Liu et al. 2025), where Muon made the largest difference to
     routers.
     """
-    return dimensions(name, shape) == 2 and name.startswith("block")
+    return bool(placement.dimensions == 2 and placement.use == "hidden")
 
 
-def momentum(name: str, shape: Shape, optim: Settings) -> State:
+def momentum(placement: Placement, optim: Settings) -> State:
     """Muon's momentum for the blocks' matrices, and Adam's moments for the other weights."""
-    if block_matrix(name, shape):
-        return MOMENTUM(name, shape, optim)
-    return MOMENTS(name, shape, optim)
+    return (MOMENTUM if hidden_matrix(placement) else MOMENTS)(placement, optim)
 
 
 def newton_schulz(optim: Settings, parts: Sequence[tuple[int, int]]) -> MatrixCost:
@@ -161,7 +132,7 @@ OPTIMIZERS = {
         "hpclm.optim.muon:Muon",
         "Muon for the blocks' matrices, AdamW for the rest",
         momentum,
-        matrices=block_matrix,
+        matrices=hidden_matrix,
         cost=newton_schulz,
         settings=(*ADAM, *MUON),
         exact={"newton_schulz_type": "fp32"},

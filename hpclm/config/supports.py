@@ -50,8 +50,6 @@ class Supports:
     """Whether it compiles on GPUs unless engine.compile=false."""
     matrices: bool = False
     """Whether it supports optimizers that update whole matrices."""
-    any_state: bool = True
-    """Whether an optimizer's state may have tensors of any shape; False for libraries that flatten weights."""
     context: bool = False
     """Whether it supports parallel.context."""
     guards: bool = True
@@ -96,9 +94,7 @@ class Supports:
         return [
             name
             for name, kind in OPTIMIZERS.items()
-            if (self.matrices or not kind.matrices)
-            and (self.any_state or kind.elementwise(optim))
-            and (self.offload or not kind.offloaded)
+            if (self.matrices or not kind.matrices) and (self.offload or not kind.offloaded)
         ]
 
 
@@ -140,7 +136,6 @@ SUPPORTS = {
         offload=(("optimizer", 1), ("optimizer", 2), ("optimizer", 3), ("parameters", 3)),
         options=("bucket_mb", "gradients", "fp8", "extra", "offload_folder", "compile"),
         torch_to_compile={3: "2.12"},  # with 2.11, compiled blocks get gradients of 0
-        any_state=False,
         guards=False,
         more="hpclm.config.deepspeed:unsuitable",
     ),

@@ -95,7 +95,7 @@ class MiniatureRun:
         mesh = compute.mesh
         parallel = settings.parallel
         optim = settings.optim
-        # the tolerance of a user's optimizer is unknown; a trial has checked its updates (hpclm.optim.trial)
+        # the tolerance of a user's optimizer is unknown; hpclm selftest compares its updates
         if optim.name not in OPTIMIZERS:
             optim = replace(optim, name=OptimConfig.name, arguments={})
         model = settings.model

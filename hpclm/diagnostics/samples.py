@@ -84,12 +84,6 @@ def update_samples(
         results[f"change of {name} by update {number}"] = TensorSample(first, values - before[name].values, rounding)
         for key in state.names(weight, "weight"):
             results[f"{key} of {name} {after}"] = sample_of(held, state.values(weight, key), mesh)
-        for key in state.names(weight, "everywhere"):
-            results[f"{key} of {name} {after}"] = sample(state.values(weight, key))
-    names = {weight.parameter: weight.name for weight in weights}
-    for group in state.optimizer.param_groups:
-        for key in state.kind.group_state:
-            results |= {f"{key} of {names[parameter]} {after}": sample(group[key]) for parameter in group["params"]}
     return results
 
 

@@ -27,6 +27,7 @@ from hpclm.node import hardware
 from hpclm.optim.optimizers import rate_and_decay
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
+from hpclm.parallel.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
     if unused:
         examples = ", ".join(dict.fromkeys(re.sub(r"^block\d+", "block0", name) for name in names))
         raise ConfigError([f"optim.groups: {entry} matches no weight; weights are {examples}" for entry in unused])
-    if not any(rate_and_decay(name, (), optim)[0] for name in names):
+    if not any(rate_and_decay(name, Placement(()), optim)[0] for name in names):
         raise ConfigError(
             f"optim.groups={optim.groups} sets the learning rate of every weight to 0; nothing would be learned"
         )

@@ -25,7 +25,9 @@ from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.scalars import check_scalars
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState, UnsavableStateError
-from hpclm.engine.step import GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
+from hpclm.engine.state_numbers import check_numbers
+from hpclm.engine.step import NO_RANK, GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
+from hpclm.engine.user_optimizers import OptimizerAttributes
 from hpclm.model import gpt
 from hpclm.model.compiled import Compilation
 from hpclm.model.init import TensorParallelModule
@@ -39,6 +41,7 @@ from hpclm.optim.user_optimizer import UserOptimizer
 from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
 from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
+from hpclm.parallel.placement import Placement
 
 
 class BaseEngine:
@@ -93,6 +96,7 @@ class BaseEngine:
         limit = config.optim.qk_clip
         self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
         self.block_state = BlockState(model) if own_block else None
+        self.attributes = OptimizerAttributes(self.optimizer) if isinstance(self.optimizer, UserOptimizer) else None
         # a run that saves nothing may keep any state
         self._steps_to_check = 2 if config.saves else 0
         self.timers = Timers(device, config.timers)
@@ -232,6 +236,8 @@ class BaseEngine:
             loss = all_reduce(loss, mesh.dp)
             all_reduce_in_place([w.parameter.grad for w in self.deferred if w.parameter.grad is not None], mesh.tp)
         with self.timers("optimizer"):
+            if self.attributes:
+                seed_step(config.seed, step, NO_RANK)  # all processes that hold a weight draw the same numbers for it
             metrics = self.update(loss, scale)
         if self.router_state:
             self.router_state.update(self.reported, metrics["skipped"] + self.guard.held_back)
@@ -250,14 +256,23 @@ class BaseEngine:
     def _check_state(self, first: bool = False) -> None:
         """UnsavableStateError if the optimizer or blocks keep state that a checkpoint would leave out."""
         self.state.check(self.weights)
-        if first and self.block_state:
-            self.block_state.begin()
-        elif self.block_state and (changed := self.block_state.changed()):
-            raise UnsavableStateError(
-                f"training changes {', '.join(changed[:4])}, which checkpoints do not save and ranks do not share: a resumed run would differ. "
-                "Keep it as a weight, compute it from the input, or draw from PyTorch's default generator. If no result depends on it, name it in "
-                "the block's attribute `transient`. Or set checkpoint.enabled=false"
-            )
+        for kept, way_out in (
+            (
+                self.block_state,
+                "Keep it as a weight, compute it from the input, or draw from PyTorch's default generator",
+            ),
+            (
+                self.attributes,
+                "Keep it in state[parameter] or in the parameter groups, or draw from PyTorch's default generator",
+            ),
+        ):
+            if kept and first:
+                kept.begin()
+            elif kept and (changed := kept.changed()):
+                raise UnsavableStateError(
+                    f"training changes {', '.join(changed[:4])}, which checkpoints do not save and ranks do not share: a resumed run would differ. "
+                    f"{way_out}. If no result depends on it, name it in the attribute `transient` of its class. Or set checkpoint.enabled=false"
+                )
 
     def _report_optimizer(self, factor: float) -> None:
         """Report the metrics of a user's optimizer, averaged over all processes."""
@@ -308,29 +323,24 @@ class BaseEngine:
         """The values that this process saves and reads."""
         local_parts = [self.state.local_part(weight) for weight in self.weights]
         # the fp32 weight and its optimizer state
-        bytes_each = 4 + self.state.kind.bytes_per_parameter(self.config.optim)
+        bytes_each = 4 + self.state.kind.bytes_per_parameter(self.config.optim, Placement((1, 1)))
         return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
-
-    @cached_property
-    def whole_plans(self) -> list[SavePlan]:
-        """Save plans of the optimizer's tensors that are not divided like their weights."""
-        return self.state.whole(self.weights, self.mesh, self.config.file_mb)
 
     def tensors(self) -> Iterator[Shard]:
         """Shards of the weights and, after the first update, of the optimizer's state."""
         self._check_state()
-        yield from self.state.tensors(self.save_plan, self.whole_plans)
+        yield from self.state.tensors(self.save_plan, self.mesh, self.config.file_mb)
         if self.router_state:
             yield from self.router_state.tensors()
 
     def scalars(self) -> dict[str, Any]:
-        """The optimizer's step count, numbers of its parameter groups, the loss scale, and the window of optim.guard."""
+        """The optimizer's step count, numbers of a user's optimizer, the loss scale, and the window of optim.guard; a collective."""
         numbers: dict[str, Any] = {
             "optimizer_steps": self.state.steps(),
             "loss_scale": asdict(self.scale) if self.scale else {},
         }
-        if self.state.kind.group_state:
-            numbers["optimizer_groups"] = self.state.group_numbers(self.weights, self.mesh.pp)
+        if self.state.users:
+            numbers["optimizer_numbers"] = self.state.numbers(self.weights, self.mesh.world)
         return numbers | self.guard.scalars() | (self.router_state.scalars() if self.router_state else {})
 
     @torch.no_grad()
@@ -341,13 +351,18 @@ class BaseEngine:
         own = self.scalars() | {"guard": self.guard.form(scalars.get("guard"))}
         if not scalars.get("loss_scale"):
             own["loss_scale"] = {}
+        numbers = scalars.get("optimizer_numbers", {}) if self.state.users else {}
+        check_numbers(numbers)
+        if self.state.users:
+            own["optimizer_numbers"] = numbers
         check_scalars(scalars, own)
         check_shapes(self.model.placements, self._expected(given))
         if scalars["optimizer_steps"]:
-            self._check_optimizer(saved.shapes(), scalars)
-        self.state.load(self.save_plan, self.whole_plans, saved, scalars["optimizer_steps"])
-        if self.state.kind.group_state:
-            self.state.load_groups(self.weights, scalars.get("optimizer_groups", ()))
+            self._check_optimizer(saved.shapes())
+            self.state.check_numbers(self.weights, numbers)
+        self.state.load(self.save_plan, self.mesh, saved, scalars["optimizer_steps"])
+        if self.state.users:
+            self.state.load_numbers(self.weights, numbers if scalars["optimizer_steps"] else {})
         if self.router_state:
             self.router_state.load_saved(saved, scalars)
         self.refresh()
@@ -355,17 +370,17 @@ class BaseEngine:
         if self.scale:
             self.scale = LossScale.of(scalars.get("loss_scale"), self.config.scaler)
 
-    def _check_optimizer(self, given: Mapping[str, Sequence[int]], scalars: Mapping[str, Any]) -> None:
+    def _check_optimizer(self, given: Mapping[str, Sequence[int]]) -> None:
         """ConfigError if a saved state belongs to another optimizer. ``given``: the shapes of all tensors."""
         name = self.config.optim.name
+        if self.state.users:  # what it needs is known only after an update
+            return
         needed = {
             f"optim.{name}.{weight.name}": tuple(tensor.shape)
             for weight in self.weights
-            for name, tensor in self.state.declared(weight.name, weight.shape).items()
+            for name, tensor in self.state.declared(weight).items()
         }
         missing = [tensor for tensor in needed if tensor not in given]
-        if not scalars.get("optimizer_groups"):
-            missing += [f"{key} of parameter groups" for key in self.state.kind.group_state]
         if missing:
             raise ConfigError(
                 f"the checkpoint has no {missing[0]}, which optim.name={name} needs: it was saved with another optimizer; set "
@@ -395,6 +410,6 @@ def optimizer_for(
     kind = kind_of(config.optim)
     exchange = None
     if kind.matrices:
-        exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.name, weight.shape)], mesh)
+        exchange = MatrixExchange([weight for weight in weights if kind.matrices(weight.placement)], mesh)
         cast(MatrixOptimizer, optimizer).share(exchange)
     return optimizer, TrainingState(optimizer, config.optim, exchange.worked_on if exchange else ()), exchange

@@ -55,6 +55,10 @@ def step_inputs(
     return StepInputs(weighted, counted, empty, factor, check_interrupt)
 
 
+NO_RANK = 1 << 32
+"""For numbers that all ranks draw alike."""
+
+
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
     """Seed the global generators of PyTorch, Python and NumPy, which user-defined blocks may use, from seed, step and rank."""
     # rank 0 draws the same numbers as a single process; SeedSequence makes neighbouring seeds independent

@@ -1,18 +1,18 @@
-"""Checks whether a user's optimizer can run in a layout. A trial on small weights shows its needs (hpclm.optim.trial)."""
+"""Whether a user's optimizer can train in a layout, by what it declares (hpclm.optim.maker), and what no checkpoint would have of it."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 
 from hpclm.base.errors import ConfigError
-from hpclm.config import EngineSettings, ModelConfig, OptimConfig
-from hpclm.config.optimizers import OPTIMIZERS, Shape
+from hpclm.config import EngineSettings
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.supports import Supports, with_feature
+from hpclm.model.own_block import comparable
 from hpclm.model.weights import stacked_experts
-from hpclm.optim import user_optimizer
-from hpclm.optim.trial import RANDOM
-from hpclm.optim.user_optimizer import LoadedOptimizer
-
-DECLARE = "declare in it which weights it needs whole (`matrices`: hpclm docs your-own-code)"
+from hpclm.optim import maker
+from hpclm.optim.user_optimizer import UserOptimizer
 
 
 def check_optimizer(config: EngineSettings, can: Supports | None, sharded: bool = False) -> None:
@@ -20,90 +20,79 @@ def check_optimizer(config: EngineSettings, can: Supports | None, sharded: bool 
 
     ``can``: features of the engine; ``sharded``: whether a user's engine splits weights over replicas.
     """
-    if config.optim.name in OPTIMIZERS:
+    name = config.optim.name
+    if name in OPTIMIZERS:
         return
-    loaded = user_optimizer.load(config.optim)
-    problems = [*_without_effect(config.optim, loaded), *_problems(config, loaded, can, sharded)]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _without_effect(optim: OptimConfig, loaded: LoadedOptimizer) -> Iterator[str]:
-    """Settings without effect, because the optimizer's class does not take them."""
-    if loaded.maker.decays:
-        return
-    default = next(entry.default for entry in fields(optim) if entry.name == "weight_decay")
-    if optim.weight_decay not in (default, 0):
-        yield f"optim.weight_decay={optim.weight_decay} has no effect with optim.name={optim.name}, which has no parameter weight_decay"
-    for entry in optim.groups:
-        if "weight_decay" in entry:
-            yield f"optim.groups: {entry}: optim.name={optim.name} has no parameter weight_decay"
-
-
-def _problems(config: EngineSettings, loaded: LoadedOptimizer, can: Supports | None, sharded: bool) -> Iterator[str]:
-    """Conflicts between the layout and the optimizer."""
-    optim = config.optim
-    engine = config.engine
-    parallel = config.parallel
-    kind = loaded.kind
-    if can and not can.matrices and kind.matrices:
+    loaded = maker.load(config.optim)
+    matrices = loaded.matrices
+    if can and not can.matrices and matrices:
         able = with_feature(lambda supports: supports.matrices)
-        yield f"engine {engine.name!r} does not support optim.name={optim.name}, which declares `matrices`; engines that do: {able}"
-        return
-    if can and not can.any_state and not kind.elementwise(optim):
-        able = with_feature(lambda supports: supports.any_state)
-        yield (
-            f"engine {engine.name!r} does not support optim.name={optim.name}, which keeps more than tensors of the weights' shapes; "
-            f"engines that do: {able}"
+        raise ConfigError(
+            f"engine {config.engine.name!r} does not support optim.name={name}, which declares `matrices`; engines that do: {able}"
         )
-    wrong = None
-    if config.model.experts.count and kind.matrices:
-        wrong = next(_stacks(config.model, kind.matrices), None)
-    if wrong:
-        yield (
-            f"optim.name={optim.name} declares {wrong} in `matrices`, but that is a stack of one weight per expert, not a matrix: let "
-            "matrices(name, shape) be false for names with .mlp.experts. and update these weights value by value, or set optim.name=muon"
+    experts = stacked_experts(config.model, config.model.experts) if config.model.experts.count else ()
+    for weight, row in experts:
+        if matrices and matrices(row.placement):
+            raise ConfigError(
+                f"optim.name={name} declares block0.mlp.experts.{weight} of the shape {list(row.shape)} in `matrices`, but that is a stack of one "
+                "weight per expert, not a matrix: let matrices(placement) be false if placement.stacked and treat the values of these weights on "
+                "their own, or set optim.name=muon"
+            )
+    divides = [] if loaded.splits or matrices else list(_dividing(config, can, sharded))
+    if divides:
+        raise ConfigError(
+            f"{' and '.join(divides)} divides the weights over processes, and optim.name={name} does not declare that it can train like that: "
+            "set its attribute splits = True if its update treats every value on its own, or matrices = True if it needs whole weights, and "
+            f"test it with hpclm selftest {name}. Or set engine.name=native engine.zero_stage=0 parallel.tensor=1 parallel.pipeline=1"
         )
-        return
-    trial = user_optimizer.tried_with_experts(optim) if config.model.experts.count else loaded.trial
-    processes = parallel.replica * config.plan.data
-    if trial.parts_differ == RANDOM and processes > 1:
-        yield f"optim.name={optim.name} cannot train in {processes} processes: {RANDOM}"
-        return
-    splits = list(_splits(config, can, sharded))
-    differ = trial.parts_differ
-    depend = trial.weights_depend
-    if splits and differ:
-        yield (
-            f"{' and '.join(splits)} splits weights, and optim.name={optim.name} needs whole ones: {differ}. Train with engine.name=native "
-            f"engine.zero_stage=0 parallel.tensor=1, or {DECLARE}"
-        )
-    if parallel.pipeline > 1 and depend:
-        yield (
-            f"parallel.pipeline={parallel.pipeline} gives each process different weights, but optim.name={optim.name} needs all of them: {depend}. "
-            "Train with parallel.pipeline=1 engine.name=native"
-        )
-    elif splits and depend and not differ:
-        yield f"{' and '.join(splits)} splits weights, and optim.name={optim.name} needs whole ones: {depend}"
 
 
-def _stacks(model: ModelConfig, matrices: Callable[[str, Shape], bool]) -> Iterator[str]:
-    """The expert weights that an optimizer treats as matrices."""
-    for name, weight in stacked_experts(model, model.experts):
-        if matrices(f"block0.mlp.experts.{name}", weight.shape):
-            yield f"block0.mlp.experts.{name} of the shape {list(weight.shape)}"
-
-
-def _splits(config: EngineSettings, can: Supports | None, sharded: bool) -> Iterator[str]:
-    """The settings that split weights over processes."""
+def _dividing(config: EngineSettings, can: Supports | None, sharded: bool) -> Iterator[str]:
+    """The settings that divide weights, or their state, over processes."""
     engine = config.engine
     parallel = config.parallel
-    if parallel.tensor > 1:
-        yield f"parallel.tensor={parallel.tensor}"
-    if parallel.expert > 1:
-        yield f"parallel.expert={parallel.expert}"
+    for setting in ("tensor", "pipeline", "expert"):
+        if getattr(parallel, setting) > 1:
+            yield f"parallel.{setting}={getattr(parallel, setting)}"
     stage = can.stage(config) if can else engine.zero_stage or 0
     replicas = config.plan.data * parallel.context
     # DeepSpeed flattens the weights of a single replica too
     if (stage > 0 or sharded) and (replicas > 1 or engine.name == "deepspeed"):
         yield f"engine.name={engine.name} engine.zero_stage={stage}"
+
+
+class OptimizerAttributes:
+    """Values that a user's optimizer keeps outside of its state and its parameter groups; a resumed run would lack them."""
+
+    def __init__(self, optimizer: UserOptimizer):
+        self.optimizer = optimizer.inner
+        self.values: dict[str, Any] = {}
+        """Values by attribute, after the first step."""
+
+    def begin(self) -> None:
+        """Record the values after the first step, when optimizers have computed their constants."""
+        self.values = self._current()
+
+    def changed(self) -> list[str]:
+        """Names of attributes that have changed since the first step."""
+        now = self._current()
+        return sorted(f"{type(self.optimizer).__name__}.{name}" for name in now if now[name] != self.values.get(name))
+
+    def _current(self) -> dict[str, list[Any]]:
+        optimizer = self.optimizer
+        others = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {*getattr(optimizer, "transient", ())}
+        saved = {id(optimizer.state), *map(id, optimizer.state.values()), *map(id, optimizer.param_groups)}
+        return {name: list(_leaves(value, saved)) for name, value in vars(optimizer).items() if name not in others}
+
+
+def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The values in an attribute, also of the optimizers and collections in it, for comparison. ``seen``: objects to leave out."""
+    inside = isinstance(value, (dict, list, tuple, set, torch.optim.Optimizer))
+    if not inside:
+        yield comparable(value)
+    elif id(value) not in seen:
+        seen = seen | {id(value)}
+        if isinstance(value, torch.optim.Optimizer):
+            value = [value.state, value.param_groups]
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(entry, seen)

@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -96,16 +96,14 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
 
 
 def _check_optimizer(run: RunConfig) -> None:
-    """ConfigError if the user's optimizer cannot train in this layout. Problems that appear only on a GPU are found by the job itself."""
+    """ConfigError if the user's optimizer does not declare that it can train in this layout."""
     from hpclm.engine.user_optimizers import check_optimizer
-    from hpclm.optim.trial import NeedsGPUError
 
     try:
         settings = run.for_engine(run.job.nodes * run.job.gpus)
     except ConfigError:  # another check reports it
         settings = run.for_engine(run.parallel.smallest)
-    with nullcontext() if run.engine.device == "cpu" else suppress(NeedsGPUError):
-        check_optimizer(settings, SUPPORTS.get(run.engine.name))
+    check_optimizer(settings, SUPPORTS.get(run.engine.name))
 
 
 def missing_paths(run: RunConfig) -> list[str]:

@@ -134,7 +134,7 @@ def layers(
     if config.tied:
         output = LayerSpec("tokens", _seeded, tokens, call=partial(head.tied_output, shape=shape))
     else:
-        untied = made(VocabParallelEmbedding, 2, dtype=dtype)
+        untied = made(VocabParallelEmbedding, 2, dtype=dtype, use="output")
         output = LayerSpec("output", _seeded, untied, call=partial(head.output, shape=shape))
     specs = [
         LayerSpec("tokens", _seeded, tokens, call=_without_context),

@@ -22,6 +22,7 @@ from hpclm.parallel.collectives import gathered_linear, scatter, sum_over_tp
 from hpclm.parallel.fp8 import FP8
 from hpclm.parallel.main_gradients import embedding, linear
 from hpclm.parallel.mesh import Axis
+from hpclm.parallel.placement import Use
 
 # gpt-oss's SwiGLU
 CLAMPED_SLOPE = 1.702
@@ -178,13 +179,15 @@ class XIELU(TensorParallelModule):
 class VocabParallelEmbedding(TensorParallelModule):
     """Token embedding with the padded vocabulary split over the ranks; also the output projection if tied."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, generator: torch.Generator, tp: Axis):
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, generator: torch.Generator, tp: Axis, use: Use = "embedding"
+    ):
         super().__init__(tp)
         self.dtype = dtype  # of the activations
         self.vocab_size = config.vocab_size
         # sqrt(hidden) as in Vaswani et al. 2017 and Gemma
         self.scale = config.embed_multiplier * (config.hidden**0.5 if config.embed_scale else 1.0)
-        self.weight = self.declared(weights.vocabulary(config), "weight", generator)
+        self.weight = self.declared(weights.vocabulary(config, use), "weight", generator)
         self.rows: Tensor | None = None
         """The weight in the compute type, without a gradient, if an engine casts it once a step."""
 

@@ -125,7 +125,7 @@ class BlockState:
     def changed(self) -> list[str]:
         """Names of values that have changed since the first step."""
         now = self._current()
-        return sorted(name for name in now.keys() & self.values if _differ(self.values[name], now[name]))
+        return sorted(name for name in now.keys() & self.values if differ(self.values[name], now[name]))
 
     def _current(self) -> dict[str, Any]:
         """Buffers, and attributes that may be state, by name."""
@@ -140,7 +140,7 @@ class BlockState:
                     # libraries add attributes of other kinds than tensors
                     watched = isinstance(value, Tensor) or key in begun.get(path, ())
                     if watched and not any(f"{place}.".startswith(f"{left}.") for left in transient):
-                        values[f"{name}.{place}"] = _comparable(value)
+                        values[f"{name}.{place}"] = comparable(value)
         return values
 
 
@@ -154,7 +154,7 @@ def _names(module: nn.Module) -> set[str]:
     return (vars(module).keys() - vars(nn.Module()).keys()) | dict(module.named_buffers(recurse=False)).keys()
 
 
-def _comparable(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     """A representation of ``value`` for comparison; None for activations and for objects that are not state."""
     if isinstance(value, Tensor):
         if value.requires_grad:
@@ -169,18 +169,18 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return _digest(value)
     if isinstance(value, dict):
-        return {repr(key): _comparable(entry) for key, entry in value.items()}
+        return {repr(key): comparable(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, deque)):
-        return [_comparable(entry) for entry in value]
+        return [comparable(entry) for entry in value]
     if isinstance(value, (bool, int, float, set)):
         return repr(value)
     return None
 
 
-def _differ(before: Any, now: Any) -> bool:
+def differ(before: Any, now: Any) -> bool:
     """Whether a value has changed; a dictionary may gain entries, as a cache does."""
     if isinstance(before, dict) and isinstance(now, dict):
-        return any(_differ(before[key], now[key]) for key in before.keys() & now.keys())
+        return any(differ(before[key], now[key]) for key in before.keys() & now.keys())
     return bool(before != now)
 
 

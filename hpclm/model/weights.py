@@ -13,7 +13,7 @@ from hpclm.config import ModelConfig
 from hpclm.config.attention import AttentionConfig
 from hpclm.config.experts import ExpertsConfig
 from hpclm.config.layer import DenseMLP, Layer
-from hpclm.parallel.placement import Fused, Placement
+from hpclm.parallel.placement import Fused, Placement, Use
 
 Matrix = tuple[int, int]
 """Rows and columns."""
@@ -54,7 +54,7 @@ class Weight:
     @property
     def is_matrix(self) -> bool:
         """Whether it multiplies activations; false for biases, norms and sinks. A stack of matrices counts as one."""
-        return len(self.shape) - bool(self.stack) == 2
+        return self.placement.dimensions == 2
 
     @property
     def matrices(self) -> Sequence[Matrix]:
@@ -123,16 +123,17 @@ def norm(config: ModelConfig, width: int) -> Table:
     return _with_bias(Weight(Placement((width,)), mean=1.0), Weight(Placement((width,))) if biased else None)
 
 
-def vocabulary(config: ModelConfig) -> Table:
+def vocabulary(config: ModelConfig, use: Use = "embedding") -> Table:
     """The token embedding, or the output projection."""
-    return Table({"weight": Weight(Placement((config.padded_vocab, config.hidden), 0), std=config.init_std)})
+    placement = Placement((config.padded_vocab, config.hidden), 0, use=use)
+    return Table({"weight": Weight(placement, std=config.init_std)})
 
 
 def entry(config: ModelConfig) -> Table:
     """Learned positions, and the norm of the embedding."""
     weights = {}
     if config.positions == "learned":
-        weights["table"] = Weight(Placement((config.context, config.hidden)), std=config.init_std)
+        weights["table"] = Weight(Placement((config.context, config.hidden), use="embedding"), std=config.init_std)
     return Table(weights, {"norm": norm(config, config.hidden)} if config.embed_norm else {})
 
 
@@ -254,7 +255,7 @@ def before_blocks(config: ModelConfig) -> Table:
 def after_blocks(config: ModelConfig) -> Table:
     """The layers after the last block, without a tied output projection, which is the token embedding."""
     norms = {"norm": norm(config, config.hidden)}
-    return Table({}, norms if config.tied else norms | {"output": vocabulary(config)})
+    return Table({}, norms if config.tied else norms | {"output": vocabulary(config, "output")})
 
 
 @lru_cache(maxsize=256)

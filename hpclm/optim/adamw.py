@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpclm.config import OptimConfig
 from hpclm.node import apex
-from hpclm.optim.optimizers import Weight, rate_and_decay
+from hpclm.optim.optimizers import OptimizedWeight, rate_and_decay
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,13 @@ class Scaled:
 
 @runtime_checkable
 class Restorable(Protocol):
-    """An optimizer that restores its state itself."""
+    """An optimizer that counts its updates and restores its state itself."""
 
     def restore(self, parameter: Tensor, tensors: Mapping[str, Tensor] | None, steps: int) -> None:
         """Set the state of ``parameter``; see ``set_state``."""
+
+    def steps_taken(self) -> int:
+        """The number of updates."""
 
 
 class AdamW(Scaled, torch.optim.AdamW):
@@ -57,20 +60,20 @@ class AdamW(Scaled, torch.optim.AdamW):
         return self.pytorch_step()
 
 
-def groups(weights: Sequence[Weight], optim: OptimConfig) -> list[dict[str, Any]]:
+def groups(weights: Sequence[OptimizedWeight], optim: OptimConfig) -> list[dict[str, Any]]:
     """Parameter groups of weights with the same weight decay and the same ``factor`` on the learning rate."""
     members: dict[tuple[float, float], list[Any]] = {}
     for weight in weights:
-        members.setdefault(rate_and_decay(weight.name, weight.shape, optim), []).append(weight.parameter)
+        members.setdefault(rate_and_decay(weight.name, weight.placement, optim), []).append(weight.parameter)
     return [dict(params=params, factor=factor, weight_decay=decay) for (factor, decay), params in members.items()]
 
 
-def fused_adamw(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
+def fused_adamw(weights: Sequence[OptimizedWeight], optim: OptimConfig) -> torch.optim.Optimizer:
     """PyTorch's AdamW: one fused kernel per device, CPU and CUDA."""
     return AdamW(groups(weights, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def apex_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
+def apex_adam(weights: Sequence[OptimizedWeight], optim: OptimConfig) -> torch.optim.Optimizer:
     """NVIDIA apex's FusedAdam; PyTorch's, with a warning, if apex is not installed."""
     optimizer = apex.fused_adam(groups(weights, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optimizer is not None:
@@ -109,6 +112,8 @@ def steps_by_group(optimizer: torch.optim.Optimizer) -> bool:
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     """The step count of the bias correction."""
+    if isinstance(optimizer, Restorable):
+        return optimizer.steps_taken()
     counting = optimizer.param_groups if steps_by_group(optimizer) else optimizer.state.values()
     steps = [torch.as_tensor(entry["step"]) for entry in counting if "step" in entry]
     # one wait for each device: Muon counts where its weights are, PyTorch's unfused AdamW in CPU memory

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import block_matrix
+from hpclm.config.optimizers import hidden_matrix
 from hpclm.optim.adamw import AdamW, Scaled, bare, groups
-from hpclm.optim.optimizers import Matrix, Weight, WholeMatrices
+from hpclm.optim.optimizers import Matrix, OptimizedWeight, WholeMatrices
 from hpclm.parallel.placement import Fused
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -28,10 +28,10 @@ class Muon(Scaled, torch.optim.Optimizer):
     add_param_group = bare(torch.optim.Optimizer.add_param_group)
     zero_grad = bare(torch.optim.Optimizer.zero_grad)
 
-    def __init__(self, weights: Sequence[Weight], optim: OptimConfig):
+    def __init__(self, weights: Sequence[OptimizedWeight], optim: OptimConfig):
         self.optim = optim
-        self.matrices = [weight for weight in weights if block_matrix(weight.name, weight.shape)]
-        others = groups([w for w in weights if not block_matrix(w.name, w.shape)], optim) or [{"params": []}]
+        self.matrices = [weight for weight in weights if hidden_matrix(weight.placement)]
+        others = groups([w for w in weights if not hidden_matrix(w.placement)], optim) or [{"params": []}]
         self.adamw = AdamW(others, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         matrix_groups = groups(self.matrices, optim)
         super().__init__([*self.adamw.param_groups, *matrix_groups], dict(lr=optim.lr))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpclm.base import registry
-from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, dimensions
-from hpclm.parallel.placement import Fused
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind
+from hpclm.parallel.placement import Fused, Placement
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpclm.config import OptimConfig
 
 
-class Weight(Protocol):
+class OptimizedWeight(Protocol):
     """The view of a weight that an optimizer needs."""
 
     @property
@@ -27,15 +27,15 @@ class Weight(Protocol):
         """The parameter to update: the weight, or this process's part of it."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole weight."""
+    def placement(self) -> Placement:
+        """Shape of the whole weight, and its use."""
 
 
 @dataclass(frozen=True)
 class Matrix:
     """A unit that is updated whole: a weight, or one expert's matrix in a stack."""
 
-    weight: Weight
+    weight: OptimizedWeight
     shape: tuple[int, ...]
     fused: Fused | None = None
     """The matrices that it fuses along its rows; None: it is a single one."""
@@ -79,11 +79,11 @@ class MatrixOptimizer(Protocol):
         experts is replaced by the matrices of this process's experts."""
 
 
-def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tuple[float, float]:
+def rate_and_decay(name: str, placement: Placement, optim: "OptimConfig") -> tuple[float, float]:
     """A weight's factor on the learning rate, and its weight decay. Matching entries of optim.groups override optim.decayed; of
     several, the last one counts."""
-    embedding = name.startswith(("tokens.", "entry."))
-    matrix = dimensions(name, shape) >= 2
+    embedding = placement.use == "embedding"
+    matrix = placement.dimensions >= 2
     decays = optim.decayed == "all" or (matrix and not (optim.decayed == "non_embedding" and embedding))
     factor = 1.0
     decay = optim.weight_decay if decays else 0.0
@@ -95,15 +95,15 @@ def rate_and_decay(name: str, shape: Sequence[int], optim: "OptimConfig") -> tup
 
 
 def kind_of(optim: "OptimConfig") -> OptimizerKind:
-    """The row of the configured optimizer in OPTIMIZERS. For a user's optimizer: its declarations and the results of a trial, which
-    imports PyTorch. ConfigError if it cannot be used."""
+    """The row of the configured optimizer in OPTIMIZERS. For a user's optimizer: what it declares, which imports PyTorch. ConfigError if
+    it cannot be used."""
     if optim.name in OPTIMIZERS:
         return OPTIMIZERS[optim.name]
-    kind: OptimizerKind = registry.load("hpclm.optim.user_optimizer:load")(optim).kind
+    kind: OptimizerKind = registry.load("hpclm.optim.maker:load")(optim).kind
     return kind
 
 
-def optimizer_of(weights: Sequence[Weight], optim: "OptimConfig") -> "torch.optim.Optimizer":
+def optimizer_of(weights: Sequence[OptimizedWeight], optim: "OptimConfig") -> "torch.optim.Optimizer":
     """The configured optimizer; the learning rate is set before each step."""
     path = OPTIMIZERS[optim.name].path if optim.name in OPTIMIZERS else "hpclm.optim.user_optimizer:make"
     optimizer: torch.optim.Optimizer = registry.load(path)(weights, optim)

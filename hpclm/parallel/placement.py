@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hpclm.base.errors import ConfigError
 
 if TYPE_CHECKING:  # it needs PyTorch
     from hpclm.parallel.mesh import Axis
+
+Use = Literal["hidden", "embedding", "output"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Placement:
     """1: every data-parallel rank holds all of it."""
     stacked: bool = False
     """Whether it is a stack of separate weights along its first dimension, such as those of experts."""
+    use: Use = "hidden"
+    """embedding: its rows are looked up by token or position. output: it computes the logits. hidden: every other weight."""
 
     def __post_init__(self) -> None:
         if self.data_ranks > 1 and (self.data_dim == self.dim or self.shape[self.data_dim] % self.data_ranks):
@@ -56,6 +60,11 @@ class Placement:
                 f"dimension {self.data_dim} of a weight of shape {self.shape} cannot be split over {self.data_ranks} data-parallel ranks: "
                 "its size must be divisible by their number, and it must not be the dimension that tensor-parallel ranks split"
             )
+
+    @property
+    def dimensions(self) -> int:
+        """2 for a matrix, 1 for a bias or norm; for a stack, the dimensions of one weight in it."""
+        return len(self.shape) - self.stacked
 
     def local(self, tp: "Axis") -> tuple[int, ...]:
         """Shape of the local tensor on each process of ``tp``."""

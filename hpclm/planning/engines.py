@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field, replace
 
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig
-from hpclm.config.optimizers import EXAMPLES
 from hpclm.config.supports import SUPPORTS
+from hpclm.parallel.placement import Placement
 from hpclm.planning import optimizer
 
-EXPERT_WEIGHT = "block0.mlp.experts.up", (4, 8, 8)
-"""An example of expert weights, to look up an optimizer's state for such weights."""
+HIDDEN = Placement((2, 2))
+"""An example of a weight, to look up an optimizer's state of such weights."""
+EMBEDDING = Placement((2, 2), use="embedding")
+EXPERTS = Placement((2, 2, 2), stacked=True)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def costs(
     """Whether products accumulate into the fp32 gradients, so that the embedding needs no gradient per micro-batch."""
     optim = optim or OptimConfig()
     kind = optimizer.kind(optim)
-    of_block = kind.bytes_per_parameter(optim)
+    of_block = kind.bytes_per_parameter(optim, HIDDEN)
     # a compiled loss computes the gradient of unsplit logits in one pass; other losses also store log-probabilities in fp32
     if engine.compile:
         logit = 2 * element + (4 if parallel.tensor > 1 else 0)
@@ -97,8 +99,8 @@ def costs(
         logit = 8 + (cast if parallel.tensor == 1 else 0)
     common = EngineCosts(
         optimizer=BytesPerParameter(of_block),
-        outside=kind.bytes_per_parameter(optim, EXAMPLES[2]) - of_block,
-        of_experts=kind.bytes_per_parameter(optim, EXPERT_WEIGHT) - of_block,
+        outside=kind.bytes_per_parameter(optim, EMBEDDING) - of_block,
+        of_experts=kind.bytes_per_parameter(optim, EXPERTS) - of_block,
         optim=optim,
         gathered=BytesPerParameter(cast),
         element=element,

@@ -5,13 +5,14 @@ data x tensor processes of a stage works on one matrix. A x B is a matrix, with 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.optimizers import StateTensor, tensors_held
 from hpclm.model import weights
 from hpclm.model.weights import Weight
+from hpclm.parallel.placement import Placement
 from hpclm.planning import optimizer
 from hpclm.planning.layout import Layout, Stage, ends
 
@@ -31,7 +32,7 @@ class ExchangeCost:
     memory: float = 0.0
     """Bytes during the largest round."""
     state: float = 0.0
-    """Bytes of optimizer state not divided like its weight: the state of the matrices that a GPU works on, and replicated state."""
+    """Bytes of optimizer state not divided like its weight: the state of the matrices that a GPU works on."""
 
 
 def matrices(model: ModelConfig, stage: Stage) -> list[Matrix]:
@@ -54,9 +55,9 @@ def _of_blocks(model: ModelConfig, stage: Stage, stacked: bool) -> Iterator[Matr
                 yield f"block0.{name}", weight
 
 
-def shape(weight: Weight) -> tuple[int, ...]:
-    """The shape of a matrix; for a stack of experts' weights, the shape of a stack with one expert."""
-    return (1, *weight.shape[-2:]) if weight.stack else weight.shape
+def one(weight: Weight) -> Placement:
+    """The placement of a matrix; for a stack of experts' weights, of a stack with one expert."""
+    return replace(weight.placement, shape=(1, *weight.shape[-2:])) if weight.stack else weight.placement
 
 
 def values(weight: Weight) -> int:
@@ -85,13 +86,10 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
 def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int) -> ExchangeCost:
     """The cost of the weights ``every`` for a GPU. ``layout``: the layout of these weights."""
     kind = optimizer.kind(optim)
-    state = {name: kind.state(name, shape(weight), optim) for name, weight in dict(every).items()}
-    everywhere = sum(_bytes(tensors_held(state[name], "everywhere").values()) for name, _ in every)
-    chooses = kind.matrices
-    works_on = {name for name, weight in dict(every).items() if chooses and chooses(name, shape(weight))}
-    every = [(name, weight) for name, weight in every if name in works_on]
+    state = {name: kind.state(one(weight), optim) for name, weight in dict(every).items()}
+    every = [(name, weight) for name, weight in every if kind.matrices and kind.matrices(weight.placement)]
     if not every:
-        return ExchangeCost(state=everywhere)
+        return ExchangeCost()
     holders = layout.tensor * (layout.sharing if zero else 1)
     """Processes that together hold one copy of the matrices."""
     size = layout.tensor * layout.ranks
@@ -115,7 +113,7 @@ def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int
         flops=sum(max(costs[name].flops for name, _ in some) for some in rounds),
         sent=element * (gathered + of_each * (copies - 1) / copies),
         memory=element * moved + max(UPDATING * largest / holders, working),
-        state=everywhere + max(kept),
+        state=max(kept),
     )
 
 

@@ -9,24 +9,30 @@ from hpclm.optim.optimizers import kind_of
 
 def kind(optim: OptimConfig) -> OptimizerKind:
     """The optimizer's kind; for a user's optimizer that cannot be loaded here, an assumed kind."""
-    return row(optim.name) if assumed(optim) else kind_of(optim)
+    return row(optim.name) if _not_loaded(optim) else kind_of(optim)
 
 
 def assumed(optim: OptimConfig) -> str | None:
-    """The assumption about a user's optimizer, with the reason; None if it is known."""
+    """The assumption about a user's optimizer; None for hpclm's own."""
+    if optim.name in OPTIMIZERS:
+        return None
+    text = f"optim.name={optim.name} is assumed to keep two tensors of each weight's shape, like AdamW"
+    why = _not_loaded(optim)
+    return f"{text}, and to train in any layout, because it cannot be loaded here: {why}" if why else text
+
+
+def _not_loaded(optim: OptimConfig) -> str | None:
+    """Why a user's optimizer cannot be loaded here."""
     try:
         kind_of(optim)
     except ConfigError as error:
-        return (
-            f"optim.name={optim.name} is assumed to keep two tensors of each weight's shape, like AdamW, because it cannot be tried here: "
-            f"{error.problems[0]}"
-        )
+        return error.problems[0]
     return None
 
 
 def check_user_optimizer(run: RunConfig) -> None:
-    """ConfigError if a user's optimizer cannot train in the run's layout. An optimizer that cannot be tried here is accepted."""
-    if run.optim.name in OPTIMIZERS or assumed(run.optim):
+    """ConfigError if a user's optimizer cannot train in the run's layout. An optimizer that cannot be loaded here is accepted."""
+    if run.optim.name in OPTIMIZERS or _not_loaded(run.optim):
         return
     from hpclm.engine.user_optimizers import check_optimizer  # imports PyTorch
 

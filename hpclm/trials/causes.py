@@ -6,8 +6,8 @@ from hpclm.trials.compare import Difference
 from hpclm.trials.toy import LayoutTrial
 
 UPDATE = (
-    "the optimizer computes a statistic of a whole weight (a norm, a mean, a maximum) from the part that a process holds: declare that it "
-    "works on whole matrices, or compute it from the slices of all ranks"
+    "the optimizer computes a statistic of a whole weight (a norm, a mean, a maximum) from the part that a process holds: declare "
+    "`matrices` in its class instead of `splits`, or compute it from the slices of all ranks"
 )
 INITIAL = {
     "tensor": "tensor ranks split a weight, and its initial values depend on the slice, for example because the slice's fan-in sets the standard deviation: create it "

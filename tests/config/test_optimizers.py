@@ -2,6 +2,9 @@
 
 from hpclm.config import OptimConfig
 from hpclm.config.optimizers import OPTIMIZERS, MatrixCost, newton_schulz, optimizers_with, readers, row
+from hpclm.parallel.placement import Placement
+
+MATRIX = Placement((2, 2))
 
 
 def test_newton_schulz_costs_three_products_of_each_step():
@@ -21,23 +24,19 @@ def test_parts_of_a_matrix_cost_less_alone_than_as_stored():
 
 
 def test_state_and_settings_are_those_of_each_optimizer():
-    assert {name: kind.bytes_per_parameter(OptimConfig()) for name, kind in OPTIMIZERS.items()} == {
+    assert {name: kind.bytes_per_parameter(OptimConfig(), MATRIX) for name, kind in OPTIMIZERS.items()} == {
         **dict.fromkeys(("adamw", "apex_adam", "cpu_adam"), 8),
         "muon": 4,
     }
     muon = OPTIMIZERS["muon"]
     assert [
         muon.bytes_per_parameter(OptimConfig(), weight)
-        for weight in (("block0.norm1.weight", (2,)), ("tokens.weight", (2, 2)))
+        for weight in (Placement((2,)), Placement((2, 2), use="embedding"))
     ] == [8, 8]
-    assert muon.bytes_per_parameter(OptimConfig(), ("block0.mlp.experts.up", (4, 2, 2))) == 4
-    assert muon.bytes_per_parameter(OptimConfig(), ("block0.mlp.experts.up_bias", (4, 2))) == 8
+    assert muon.bytes_per_parameter(OptimConfig(), Placement((4, 2, 2), stacked=True)) == 4
+    assert muon.bytes_per_parameter(OptimConfig(), Placement((4, 2), stacked=True)) == 8
     assert readers("momentum") == ["muon"] and readers("eps") == [*OPTIMIZERS] and readers("lr") == []
     assert optimizers_with("nesterov") == "optim.name=muon|own"
     assert {kind.reference for kind in OPTIMIZERS.values()} == {None, "adamw"} and row("my:O").family == ""
     assert [name for name, kind in OPTIMIZERS.items() if kind.offloaded] == ["cpu_adam"]
-    assert [name for name, kind in OPTIMIZERS.items() if kind.elementwise(OptimConfig())] == [
-        "adamw",
-        "apex_adam",
-        "cpu_adam",
-    ]
+    assert [name for name, kind in OPTIMIZERS.items() if kind.matrices] == ["muon"]

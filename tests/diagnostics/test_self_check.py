@@ -340,17 +340,10 @@ def diagonal(optimizer, number, gradient):
     return direction
 
 
-def miscounted(optimizer, *given):
-    """Halves a number of a parameter group."""
-    optimizer.param_groups[0]["rate_sum"] *= 0.5
-    return right_direction(optimizer, *given)
-
-
 right_direction = declared.Declared.direction
 DECLARED = {
     "nothing": (declared.Declared, "direction", right_direction, None),
     "matrix": (declared.Declared, "direction", diagonal, "left of block.* after update|change of block"),
-    "group": (declared.Declared, "direction", miscounted, "rate_sum of .* after update"),
 }
 
 

@@ -9,9 +9,7 @@ import torch
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint.manifest import NAME, digest_of
-from hpclm.config.optimizers import OPTIMIZERS
 from tests.engine.test_native import GPT2, engine_of, settings, train
-from tests.optim import declared
 from tests.states import Kept, state
 
 MODEL = {**GPT2, "layers": 2, "experts.count": 4, "experts.per_token": 2, "experts.balance_step": 0.1}
@@ -96,22 +94,22 @@ def test_imported_weights_have_no_other_scalars_than_steps():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda entry: entry["numbers"].pop("updates"),
-        lambda entry: entry["numbers"].update(updates=None),
-        lambda entry: entry["numbers"].update(rate_sum=math.nan),
-        lambda entry: entry["numbers"].update(other=1.0),
-        lambda entry: entry.update(numbers=[1, 2]),
-        lambda entry: entry.update(weights="tokens.weight"),
-        lambda entry: entry.pop("weights"),
+        lambda entry: entry["state"].update(step=None),
+        lambda entry: entry["group"].update(total=math.nan),
+        lambda entry: entry["state"]["decayed"].pop(),
+        lambda entry: entry["state"].update(decayed=[1.0, "complex64", True]),
+        lambda entry: entry["state"].update(decayed=["1.0", "float32", True]),
+        lambda entry: entry.update(state=[1, 2]),
+        lambda entry: entry["state"].update(decayed=[1.0, "float32"]),
+        lambda entry: entry.pop("group"),
     ],
 )
-def test_numbers_of_parameter_groups_that_no_run_saves_are_refused(change, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "muon", declared.KIND)
-    engine, _ = train(settings(GPT2, optim=dict(name="muon", lr=1e-3)), 1)
+def test_numbers_of_a_users_optimizer_that_no_run_saves_are_refused(change):
+    engine, _ = train(settings(GPT2, optim=dict(name="tests.optim.users:Counting", lr=1e-3)), 1)
     given = json.loads(json.dumps(engine.scalars()))
     loads(engine, given)
-    change(given["optimizer_groups"][0])
-    with pytest.raises(ConfigError, match=r"^scalars\.optimizer_groups is \["):
+    change(given["optimizer_numbers"]["tokens.weight"])
+    with pytest.raises(ConfigError, match=r"^scalars\.optimizer_numbers is \{"):
         loads(engine, given)
 
 

@@ -7,18 +7,15 @@ from hpclm.optim.adamw import groups
 from tests.optim import users
 
 
-def is_matrix(name, shape):
-    return len(shape) == 2
+def is_matrix(placement):
+    return placement.dimensions == 2
 
 
-def state(name, shape, optim):
-    """Of the weight's shape, of a whole matrix, of one side of it, and scalars; on one process, or on all that hold a part."""
-    kept = {
-        "exp_avg": StateTensor(shape),
-        "rates": StateTensor((), "everywhere"),
-        "row": StateTensor((shape[0],), "everywhere"),
-    }
-    if is_matrix(name, shape):
+def state(placement, optim):
+    """Of the weight's shape; and of a whole matrix, of one side of it, and a scalar, on one process."""
+    shape = placement.shape
+    kept = {"exp_avg": StateTensor(shape)}
+    if is_matrix(placement):
         kept |= {
             "left": StateTensor((shape[0], shape[0]), "matrix"),
             "columns": StateTensor((shape[1],), "matrix"),
@@ -31,34 +28,26 @@ class Declared(torch.optim.Optimizer):
     """Every kind of state changes in each update, and changes the next one."""
 
     def __init__(self, weights, optim):
-        super().__init__(groups(weights, optim), dict(lr=optim.lr, rate_sum=0.0, updates=torch.zeros(())))
-        self.weights = weights
-        self.matrices = [weight for weight in weights if is_matrix(weight.name, weight.shape)]
+        super().__init__(groups(weights, optim), dict(lr=optim.lr))
+        self.matrices = [weight for weight in weights if is_matrix(weight.placement)]
 
     def share(self, exchange):
         self.exchange = exchange
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            group["rate_sum"] += group["lr"]
-            group["updates"] = group["updates"] + 1
         directions = {}
         for numbers in self.exchange.rounds:
             gradients = [self.matrices[number].parameter.grad for number in numbers]
             for number, values in zip(numbers, self.exchange(numbers, gradients, self.direction), strict=True):
                 directions[self.matrices[number].parameter] = values
-        sizes = {weight.parameter: weight.shape[0] for weight in self.weights}
         for group in self.param_groups:
-            damped = group["lr"] / (1 + group["rate_sum"] + 0.01 * group["updates"])
             for p in group["params"]:
                 kept = self.state[p]
                 kept.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                kept.setdefault("rates", torch.zeros(())).add_(group["lr"])
-                kept.setdefault("row", torch.ones(sizes[p])).mul_(0.9)
                 kept["step"] = kept.get("step", 0) + 1
-                moved = kept["exp_avg"] / (1 + kept["rates"]) * kept["row"][0]
-                p.sub_(damped * (moved.view_as(p) + directions.get(p, moved).view_as(p)))
+                moved = kept["exp_avg"]
+                p.sub_(group["lr"] * (moved.view_as(p) + directions.get(p, moved).view_as(p)))
 
     def direction(self, number, gradient):
         kept = self.state[self.matrices[number].parameter]
@@ -73,7 +62,6 @@ KIND = OptimizerKind(
     f"{__name__}:Declared",
     "",
     state,
-    group_state=("rate_sum", "updates"),
     matrices=is_matrix,
     settings=("eps",),
     family="declared",

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 from hpclm.config import OptimConfig
+from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.optim.adamw import set_state, steps_taken, update
 from hpclm.optim.optimizers import optimizer_of
+from hpclm.parallel.placement import Placement
 from tests.engine.test_native import GPT2, settings, train
 
 NAMES = ("adamw", "apex_adam")
@@ -20,13 +22,8 @@ def parameters():
     return found
 
 
-class Weight:
-    def __init__(self, parameter):
-        self.name, self.parameter, self.shape = "w", parameter, parameter.shape
-
-
 def made(found, optim):
-    optimizer = optimizer_of([Weight(p) for p in found], optim)
+    optimizer = optimizer_of([ShardedParameter("w", p, Placement(tuple(p.shape))) for p in found], optim)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     return optimizer

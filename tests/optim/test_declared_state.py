@@ -5,6 +5,7 @@ from math import prod
 
 import pytest
 
+from hpclm.parallel.placement import Placement
 from tests import ranks
 from tests.optim import declared
 
@@ -35,7 +36,7 @@ def test_state_of_every_declared_kind_is_saved_once_and_goes_to_any_layout(tmp_p
             f"optim.{tensor}.{name.removeprefix('model.')}": it.shape
             for name, shape in shapes.items()
             if name.startswith("model.")
-            for tensor, it in declared.state(name, shape, None).items()
+            for tensor, it in declared.state(Placement(shape), None).items()
         }
         assert wanted == {name: shape for name, shape in shapes.items() if name.startswith("optim.")}
         saved = {name: sum(prod(part["size"]) for part in entry["parts"]) for name, entry in tensors.items()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpclm.config.optimizers import block_matrix
+from hpclm.config.optimizers import hidden_matrix
 from hpclm.optim.optimizers import rate_and_decay
 from tests.engine.test_experts import EXPERTS as EXPERT_WORDS
 from tests.engine.test_native import LLAMA, batches_of, engine_of, settings
@@ -24,7 +24,7 @@ EXPERTS = {
 @pytest.mark.parametrize("policy", ["matrices", "non_embedding", "all"])
 def test_biases_of_experts_decay_as_other_biases_do(policy):
     config = settings(EXPERTS, optim=dict(decayed=policy, weight_decay=0.3))
-    decays = {w.name: rate_and_decay(w.name, w.shape, config.optim)[1] for w in engine_of(config).weights}
+    decays = {w.name: rate_and_decay(w.name, w.placement, config.optim)[1] for w in engine_of(config).weights}
     of_experts = {name.removeprefix("block1.mlp."): decay for name, decay in decays.items() if "block1.mlp." in name}
     biases = 0.3 if policy == "all" else 0.0
     assert of_experts == {
@@ -38,7 +38,7 @@ def test_biases_of_experts_decay_as_other_biases_do(policy):
 
 
 def test_the_router_and_each_expert_are_matrices_for_muon_and_biases_of_experts_are_none():
-    names = {w.name for w in engine_of(settings(EXPERTS)).weights if block_matrix(w.name, w.shape)}
+    names = {w.name for w in engine_of(settings(EXPERTS)).weights if hidden_matrix(w.placement)}
     assert {name.removeprefix("block0.mlp.") for name in names if "block0.mlp." in name} == {
         "router.weight",
         "experts.up",

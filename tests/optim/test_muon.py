@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpclm.base.errors import ConfigError
-from hpclm.config.optimizers import block_matrix
+from hpclm.config.optimizers import hidden_matrix
 from hpclm.model.weights import of_block
 from hpclm.optim.adamw import update
 from hpclm.optim.muon import newton_schulz
@@ -20,7 +20,7 @@ def reference(engine, optim):
     for weight in engine.weights:
         values = weight.parameter.detach().clone()
         parts = weight.placement.fused if optim.split else None
-        if not block_matrix(weight.name, weight.shape):
+        if not hidden_matrix(weight.placement):
             copies[weight.name] = [torch.nn.Parameter(values)]
             others[values.ndim > 1] += copies[weight.name]
             continue
@@ -47,8 +47,8 @@ def cut(values, parts):
 
 def divided(values, name, engine, optim):
     """A weight, or its gradient, as the reference has it."""
-    [parts] = [weight.placement.fused for weight in engine.weights if weight.name == name]
-    return cut(values, parts if optim.split and block_matrix(name, values.shape) else None)
+    [placement] = [weight.placement for weight in engine.weights if weight.name == name]
+    return cut(values, placement.fused if optim.split and hidden_matrix(placement) else None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """An optimizer of the user's own trains, is saved and resumed in every layout that it can train in, and the others are refused by name."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,15 +9,19 @@ from hpclm import config
 from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig
 from hpclm.config.supports import SUPPORTS
+from hpclm.engine.matrix_exchange import MatrixExchange
+from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import UnsavableStateError
 from hpclm.engine.user_optimizers import check_optimizer
-from hpclm.optim.adamw import AdamW, groups
+from hpclm.optim.adamw import AdamW
 from hpclm.optim.maker import UserOptimizerMaker
-from hpclm.optim.trial import SHAPES, USUAL, LocalExchange, ToyWeight
-from hpclm.optim.user_optimizer import UserOptimizer, load, make, restored
+from hpclm.optim.user_optimizer import UserOptimizer, make
+from hpclm.parallel.mesh import SINGLE_MESH
+from hpclm.parallel.placement import Placement
 from tests import ranks
 from tests.engine.sharded import made, steps
 from tests.optim import users
+from tests.optim.users import WholeLamb
 from tests.parity import TINY
 from tests.states import state
 
@@ -88,7 +94,7 @@ RATES = {
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "name", ["Lion", "torch.optim:Rprop", "torch.optim:Adagrad", "torch.optim:SGD", "torch.optim:Adam"]
+    "name", ["Lion", "torch.optim:Rprop", "torch.optim:NAdam", "torch.optim:SGD", "torch.optim:Adam"]
 )
 def test_an_elementwise_optimizer_trains_with_deepspeed(name, tmp_path):
     arguments = ELEMENTWISE.get(name, {})
@@ -109,53 +115,31 @@ def problems_of(name, words, processes=2, **arguments):
         return str(error)
 
 
-SPLIT = ["parallel.tensor=2"], ["engine.zero_stage=1"], ["engine.name=fsdp2"], ["engine.name=fairscale"]
-SPLIT = [*SPLIT, *(["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3))]
-WHOLE = [], [*PIPELINE, "batch.micro_size=1"], ["engine.name=deepspeed", "engine.zero_stage=0"]
+DIVIDED = ["parallel.tensor=2"], ["engine.zero_stage=1"], ["engine.name=fsdp2"], ["engine.name=fairscale"], PIPELINE
+DIVIDED = [*DIVIDED, *(["engine.name=deepspeed", f"engine.zero_stage={stage}"] for stage in (1, 2, 3))]
+WHOLE = [], ["engine.name=deepspeed", "engine.zero_stage=0"]
 
 
-@pytest.mark.parametrize("name", ["Lamb", "torch.optim:Adafactor", "muon"])
-def test_an_optimizer_that_needs_whole_weights_is_refused_where_layouts_split_them(name):
-    for words in SPLIT:
-        refused = problems_of(name, words)
-        assert (words[-1] in refused and "needs whole ones" in refused) or "keeps more than" in refused
-    for words in WHOLE[:2]:
+@pytest.mark.parametrize("name", ["Lamb", "torch.optim:Adafactor", "muon", "Noisy"])
+def test_an_optimizer_that_declares_nothing_is_refused_where_layouts_divide_weights(name):
+    for words in DIVIDED:
+        refused = problems_of(name, [*words, "batch.micro_size=1"])
+        assert words[-1] in refused and "set its attribute splits = True" in refused
+    for words in WHOLE:
         assert problems_of(name, words) is None
 
 
-@pytest.mark.parametrize("name, arguments", ELEMENTWISE.items(), ids=ELEMENTWISE)
-def test_an_elementwise_optimizer_is_refused_nowhere_but_where_its_state_does_not_fit(name, arguments):
-    more = name in ("torch.optim:ASGD", "torch.optim:NAdam", "Counting")
-    for words in (*SPLIT, *WHOLE):
-        refused = problems_of(name, words, **arguments)
-        assert bool(refused) == (more and "engine.name=deepspeed" in words)
-        assert not refused or "keeps more than tensors of the weights' shapes" in refused
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_optimizer_of_single_values_is_refused_nowhere(name):
+    for words in (*DIVIDED, *WHOLE):
+        assert problems_of(name, [*words, "batch.micro_size=1"], **ELEMENTWISE[name]) is None
 
 
-def make_of_all(weights, optim):
-    return Normed(groups(weights, optim), optim.lr)
-
-
-class Normed(torch.optim.Optimizer):
-    """The update of a weight depends on the others."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, dict(lr=lr))
-
-    @torch.no_grad()
-    def step(self):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        length = torch.stack([p.grad.norm() for p in parameters]).norm()
-        for p in parameters:
-            p.sub_(p.grad / length, alpha=1e-3)
-
-
-@pytest.mark.parametrize("name", ["make_of_all", "Normed"])
-def test_an_optimizer_that_needs_all_weights_trains_on_replicas_only(name):
-    name = f"{__name__}:{name}"
-    assert "gives each process different weights" in problems_of(name, PIPELINE)
-    assert "needs whole ones" in problems_of(name, ["engine.zero_stage=1"])
-    assert problems_of(name, []) is None
+def test_an_optimizer_of_whole_matrices_is_refused_where_engines_do_not_gather_them():
+    for words in (*DIVIDED, *WHOLE):
+        refused = problems_of("WholeLamb", [*words, "batch.micro_size=1"])
+        assert bool(refused) == any(word in ("engine.name=fairscale", "engine.name=deepspeed") for word in words)
+        assert not refused or "declares `matrices`; engines that do: native, fsdp2, pipelining" in refused
 
 
 class Silent(torch.optim.Optimizer):
@@ -164,12 +148,8 @@ class Silent(torch.optim.Optimizer):
 
 
 class WithSelf(Silent):
-    def matrices(self, name, shape):
+    def matrices(self, placement):
         return True
-
-
-class OddState(Silent):
-    state_tensors = {"exp_avg": "matrix"}  # noqa: RUF012
 
 
 def returns_nothing(weights, optim):
@@ -178,16 +158,11 @@ def returns_nothing(weights, optim):
 
 REFUSED = {
     "torch.optim:LBFGS": "needs a closure",
-    "torch.optim:SparseAdam": "does not support dense gradients",
-    "torch.optim:Muon": "only supports 2D parameters",
     "torch.optim:Nothing": "torch.optim",
     "torch.nn:Linear": "cannot be called with (weights, optim)",
     f"{__name__}:REFUSED": "is neither a class nor a function",
-    f"{__name__}:Silent": "fails on small weights",
-    f"{__name__}:returns_nothing": "it must return a torch.optim.Optimizer",
     "tests.optim.users:ScheduleFree": "has eval() and train()",
-    f"{__name__}:WithSelf": "matrices must be a function of (name, shape), without self",
-    f"{__name__}:OddState": "must look like {'exp_avg': 'weight'}",
+    f"{__name__}:WithSelf": "must declare `matrices` as True or as a function of a weight's Placement",
     "json:loads": "part of Python's standard library",
 }
 
@@ -196,6 +171,28 @@ REFUSED = {
 def test_what_is_no_optimizer_is_refused_by_name(name, says):
     refused = problems_of(name, [])
     assert says in refused and name in refused
+
+
+class AveragingLater(torch.optim.SGD):
+    """It has eval() and train() only when it is made."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.eval = self.train = self.zero_grad
+
+
+UNMAKEABLE = {
+    "torch.optim:Muon": "Muon only supports 2D parameters",
+    f"{__name__}:returns_nothing": "it must return a torch.optim.Optimizer",
+    f"{__name__}:AveragingLater": "has eval() and train()",
+}
+
+
+@pytest.mark.parametrize("name, says", UNMAKEABLE.items(), ids=UNMAKEABLE)
+def test_what_cannot_be_made_ends_the_start_by_name(name, says):
+    with pytest.raises(ConfigError) as refused:
+        made([*WORDS, *named(name)])
+    assert says in str(refused.value) and name in str(refused.value)
 
 
 def test_arguments_and_settings_that_an_optimizer_does_not_take_are_refused_by_name(capsys):
@@ -228,7 +225,8 @@ def test_values_of_arguments_keep_their_types():
 
 def toys():
     """A matrix, a vector and an embedding of ones, whose gradients are 1."""
-    found = [ToyWeight(name, torch.nn.Parameter(torch.ones(SHAPES[name])), SHAPES[name], None) for name in USUAL]
+    placements = {"matrix": Placement((3, 2)), "vector": Placement((3,)), "table": Placement((4, 2), use="embedding")}
+    found = [ShardedParameter(n, torch.nn.Parameter(torch.ones(p.shape)), p) for n, p in placements.items()]
     for weight in found:
         weight.parameter.grad = torch.ones(weight.shape)
     return found
@@ -236,7 +234,7 @@ def toys():
 
 def test_weight_decay_is_that_of_each_weight():
     weights = toys()
-    optimizer = UserOptimizerMaker("mine", AdamW, None)(weights, OptimConfig(weight_decay=0.3))
+    optimizer = UserOptimizerMaker(OptimConfig(weight_decay=0.3), AdamW)(weights)
     found = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert [found[weight.parameter] for weight in weights] == [0.3, 0.0, 0.3]
 
@@ -244,49 +242,37 @@ def test_weight_decay_is_that_of_each_weight():
 class Whole(torch.optim.SGD):
     """Its matrices are gathered."""
 
-    def matrices(name, shape):
-        return len(shape) == 2
+    def matrices(placement):
+        return placement.dimensions == 2
 
 
 def test_an_optimizer_of_whole_matrices_follows_the_learning_rate():
     weights = toys()
     optimizer = make(weights, OptimConfig(name=f"{__name__}:Whole", lr=9.0, weight_decay=0.0))
-    optimizer.share(LocalExchange([weight for weight in weights if len(weight.shape) == 2]))
+    optimizer.share(MatrixExchange([weights[0], weights[2]], SINGLE_MESH))
     for rate, left in ((0.25, 0.75), (0.5, 0.25)):
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         assert [weight.parameter.unique().tolist() for weight in weights] == [[left]] * 3
-    assert [optimizer.state[weight.parameter]["step"] for weight in weights] == [2, 2, 2]
-    optimizer.share(LocalExchange(weights[:1]))  # another process works on the other matrix
+    assert optimizer.steps_taken() == 2
+    optimizer.share(MatrixExchange(weights[:1], SINGLE_MESH))  # another process works on the other matrix
     for weight in weights:
         optimizer.restore(weight.parameter, {"momentum_buffer": torch.full(weight.shape, 4.0)}, 3)
-    assert [optimizer.state.get(weight.parameter, {}).get("step") for weight in weights] == [3, 3, None]
-    optimizer.step()
-    assert [optimizer.state.get(weight.parameter, {}).get("step") for weight in weights] == [4, 4, None]
-
-
-@pytest.mark.parametrize("example", [0, 0.0, torch.tensor(1.0), torch.tensor(1), torch.tensor([1.0])])
-def test_a_step_count_is_restored_in_the_type_that_the_optimizer_keeps(example):
-    count = restored(example, 3, torch.ones(2))
-    assert count == 3 and type(count) is type(example)
-    if isinstance(example, torch.Tensor):
-        assert (count.dtype, count.shape) == (example.dtype, example.shape) and example != 3
+    assert [[*optimizer.state.get(weight.parameter, {})] for weight in weights] == [["momentum_buffer"]] * 2 + [[]]
+    assert optimizer.steps_taken() == 3
 
 
 def test_state_is_restored_as_it_was_saved_or_as_the_optimizer_begins():
     weights = toys()
     words = {"initial_accumulator_value": 0.5}
     optimizer = make(weights, OptimConfig(name="torch.optim:Adagrad", lr=0.1, weight_decay=0.0, arguments=words))
-    first, other = weights[0].parameter, weights[1].parameter
+    first = weights[0].parameter
     optimizer.restore(first, {"sum": torch.full_like(first, 2.0)}, 3)
-    assert optimizer.state[first]["sum"].unique().tolist() == [2.0] and optimizer.state[first]["step"].item() == 3.0
+    assert optimizer.state[first]["sum"].unique().tolist() == [2.0] and optimizer.steps_taken() == 3
     for tensors, updates in ((None, 3), ({"sum": torch.full_like(first, 2.0)}, 0)):
         optimizer.restore(first, tensors, updates)
         assert optimizer.state[first]["sum"].unique().tolist() == [0.5] and optimizer.state[first]["step"] == 0
-    joined = torch.nn.Parameter(torch.ones(7))  # as a library puts several weights together
-    optimizer.restore(joined, None, 0)
-    assert optimizer.state[joined]["sum"].tolist() == [0.5] * 7 and not {first, other} & optimizer.state.keys()
 
 
 class Halves(torch.optim.Optimizer):
@@ -304,7 +290,7 @@ class Halves(torch.optim.Optimizer):
 @pytest.mark.parametrize("inner", [lambda groups: torch.optim.SGD(groups, 1.0), lambda groups: Halves(groups, 1.0)])
 def test_only_the_groups_that_a_library_leaves_in_it_are_updated(inner):
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = UserOptimizer(inner([{"params": [p]} for p in parameters]), {}, {}, {})
+    optimizer = UserOptimizer(inner([{"params": [p]} for p in parameters]))
     for p in parameters:
         p.grad = torch.ones(2)
     whole = optimizer.param_groups
@@ -333,35 +319,126 @@ def test_a_step_that_is_not_finite_changes_nothing(name):
     assert all(torch.equal(value, before[key]) for key, value in state(engine).items())
 
 
-@pytest.mark.parametrize("name, lost", [("Attributes", "momentum"), ("Lion", None), ("LateCounter", None)])
-def test_a_trial_tells_what_a_resumed_run_would_lose(name, lost):
-    assert load(OptimConfig(name=f"{users.__name__}:{name}")).trial.lost == lost
+class Hidden(torch.optim.Optimizer):
+    """The momentum is that of an optimizer inside it."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, dict(lr=lr))
+        self.parts = [torch.optim.SGD(self.param_groups, lr, momentum=0.9)]
+
+    def step(self):
+        self.parts[0].step()
 
 
-def test_what_an_optimizer_keeps_in_other_attributes_ends_the_first_step(tmp_path):
-    with pytest.raises(
-        UnsavableStateError, match="keeps momentum outside of its state: the updates of a resumed run would differ"
-    ):
-        ranks.run(1, users.goes_on, tmp_path, 2, [*WORDS, *named("Attributes")])
+class OwnGenerator(torch.optim.SGD):
+    """It draws from a generator of its own."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, lr)
+        self.draws = torch.Generator().manual_seed(1)
+
+    def step(self):
+        torch.rand((), generator=self.draws)
+        super().step()
 
 
-def test_an_optimizer_whose_step_counts_differ_by_weight_ends_the_step_in_which_they_do(tmp_path):
-    words = [*WORDS, *named("Skipping"), "model.block=tests.engine.test_unsaved_state:Unused"]
-    with pytest.raises(ConfigError, match="0 to 1 as 'step' of different weights"):
-        users.goes_on(tmp_path, 1, words)
+@pytest.mark.parametrize(
+    "name, kept",
+    [
+        (f"{users.__name__}:Attributes", "Attributes.momentum"),
+        (f"{__name__}:Hidden", "Hidden.parts"),
+        (f"{__name__}:OwnGenerator", "OwnGenerator.draws"),
+    ],
+)
+def test_what_an_optimizer_keeps_in_other_attributes_ends_the_second_step(name, kept):
+    run, engine, batches, _ = made([*WORDS, *named(name)])
+    steps(run, engine, batches, 0, 1)
+    with pytest.raises(UnsavableStateError, match=f"training changes {kept}, which checkpoints do not save"):
+        steps(run, engine, batches, 1, 2)
 
 
-def test_a_number_that_the_first_update_makes_is_resumed(tmp_path):
-    words = [*WORDS, *named("LateCounter")]
+class Odd(torch.optim.SGD):
+    """It keeps what no checkpoint stores."""
+
+    keep = None
+
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.keep(p, self.state[p])
+        super().step()
+
+
+class Narrow(Odd):
+    def keep(self, p, state):
+        state["average"] = p.bfloat16()
+
+
+class Named(Odd):
+    def keep(self, p, state):
+        state["a.b"] = torch.zeros_like(p)
+
+
+class Strided(Odd):
+    def keep(self, p, state):
+        state["average"] = torch.zeros_like(p).t().contiguous().t()
+
+
+class Rows(Odd):
+    splits = True
+
+    def keep(self, p, state):
+        state["rows"] = torch.zeros(3)
+
+
+class CountsMatrices(WholeLamb):
+    def step(self):
+        self.param_groups[0]["updates"] = self.param_groups[0].get("updates", 0) + 1
+        super().step()
+
+
+@pytest.mark.parametrize(
+    "kind, words, says",
+    [
+        (Narrow, [], "'average' of tokens.weight, a tensor of bfloat16 [64, 32]"),
+        (Named, [], "'a.b' of tokens.weight, a tensor of float32 [64, 32]"),
+        (Strided, [], "'average' of tokens.weight, a tensor of float32 [64, 32], which is not contiguous"),
+        (CountsMatrices, [], "'updates' of a parameter group, the value "),
+    ],
+)
+def test_state_that_no_checkpoint_stores_ends_the_first_step(kind, words, says):
+    run, engine, batches, _ = made([*WORDS, f"optim.name={__name__}:{kind.__name__}", *words])
+    with pytest.raises(UnsavableStateError) as refused:
+        steps(run, engine, batches, 0, 1)
+    assert says in str(refused.value)
+
+
+def test_state_of_a_part_of_a_weight_has_the_shape_of_that_part(tmp_path):
+    words = [*WORDS, f"optim.name={__name__}:Rows", "engine.zero_stage=1"]
+    with pytest.raises(UnsavableStateError, match=r"keeps 'rows' of .*, a tensor of float32 \[3\]"):
+        ranks.run(2, users.goes_on, tmp_path, 2, words)
+
+
+def test_step_counts_that_differ_by_weight_are_resumed(tmp_path):
+    words = [*named("Skipping"), "model.block=tests.engine.test_unsaved_state:Unused", "optim.lr=0.5"]
+    goes_through(tmp_path, words, [(1, [])])
+    manifest = json.loads(max(tmp_path.glob("moved/step-*/MANIFEST.json")).read_text())
+    counts = {name: entry["state"]["step"] for name, entry in manifest["scalars"]["optimizer_numbers"].items()}
+    assert {count for name, count in counts.items() if name.endswith(".extra")} == {0} and counts["norm.weight"] > 1
+
+
+@pytest.mark.parametrize("name", ["Factored", "LateCounter"])
+def test_numbers_and_tensors_of_any_shape_are_resumed(name, tmp_path):
+    words = [*WORDS, *named(name)]
     [alone] = ranks.run(1, users.goes_on, tmp_path / "alone", 4, words)
     parts = [ranks.run(1, users.goes_on, tmp_path / "moved", steps, words)[0] for steps in (2, 4)]
     assert parts[0] + parts[1] == alone
 
 
-def test_an_optimizer_that_draws_random_numbers_trains_in_one_process():
-    for layout in (["job.gpus=2"], ["job.gpus=2", "parallel.tensor=2"], ["job.gpus=2", "engine.zero_stage=1"]):
-        run = config.load("configs/debug.yaml", [*named("Noisy"), *layout]).for_engine(2)
-        with pytest.raises(ConfigError, match="cannot train in 2 processes: it draws random numbers"):
-            check_optimizer(run, SUPPORTS["native"])
-    run = config.load("configs/debug.yaml", named("Noisy")).for_engine(1)
-    check_optimizer(run, SUPPORTS["native"])
+def test_tensors_of_any_shape_of_gathered_matrices_go_to_any_layout(tmp_path):
+    words = [*named("Factored"), "optim.lr=1e-2"]
+    goes_through(tmp_path, words, [(4, ["engine.zero_stage=1", "parallel.tensor=2"]), (3, ["engine.name=fsdp2"])])
+
+
+@pytest.mark.parametrize("name, lr", [("Lamb", 1e-2), ("torch.optim:Adafactor", 1e-2), ("Noisy", 0.3)])
+def test_an_optimizer_that_declares_nothing_trains_alike_on_replicas_and_resumes_to_the_bit(name, lr, tmp_path):
+    goes_through(tmp_path, [*named(name), f"optim.lr={lr}"], [(2, [])])

@@ -50,9 +50,12 @@ def test_an_update_of_single_values_trains_experts_alike_in_every_layout(name, l
             [],
             r"declares block0\.mlp\.experts\.up of the shape \[4, 48, 32\] in `matrices`.* optim\.name=muon",
         ),
-        ("Matrices", [], r"declares block0\.mlp\.experts\.up_bias of the shape \[4, 48\] in `matrices`"),
-        ("Lamb", [EXPERT], r"parallel\.expert=2 splits weights, and optim\.name=\S+ needs whole ones"),
-        ("OnlyMatrices", [], r"fails on small weights and a three-dimensional stack of experts"),
+        ("Factored", [], r"declares block0\.mlp\.experts\.up of the shape \[4, 48, 32\] in `matrices`"),
+        (
+            "Lamb",
+            [EXPERT],
+            r"parallel\.expert=2 divides the weights over processes, and optim\.name=\S+ does not declare",
+        ),
     ],
 )
 def test_what_would_not_be_right_with_experts_is_refused_by_name(name, words, message):

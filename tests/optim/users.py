@@ -13,6 +13,8 @@ from tests.engine.sharded import made, steps
 class Lion(torch.optim.Optimizer):
     """Chen et al. 2023."""
 
+    splits = True
+
     def __init__(self, params, lr=1e-4, weight_decay=0.0, betas=(0.9, 0.99)):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=betas))
 
@@ -57,30 +59,47 @@ class Lamb(torch.optim.Optimizer):
 class WholeLamb(Lamb):
     """That says so."""
 
-    def matrices(name, shape):
-        return True
+    matrices = True
 
 
-class Matrices(Lamb):
-    """That names weights with two dimensions."""
+class Factored(torch.optim.Optimizer):
+    """Of a matrix it keeps the mean squares of rows and of columns, and a number; of other weights, the squares."""
 
-    def matrices(name, shape):
-        return len(shape) == 2
+    def matrices(placement):
+        return placement.dimensions == 2
 
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, dict(lr=lr))
 
-class OnlyMatrices(Lamb):
-    """That cannot update other weights than matrices and vectors."""
-
+    @torch.no_grad()
     def step(self):
-        if any(p.ndim > 2 for group in self.param_groups for p in group["params"]):
-            raise ValueError("three dimensions")
-        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state and p.ndim < 2:
+                    state["square"] = torch.zeros_like(p)
+                elif not state:
+                    state.update(
+                        rows=torch.zeros(len(p), 1), columns=torch.zeros_like(p[0]), norm=torch.ones(()), updates=0
+                    )
+                if p.ndim < 2:
+                    state["square"].lerp_(p.grad.square(), 0.1)
+                    p.sub_(group["lr"] * p.grad / (state["square"].sqrt() + 1e-3))
+                    continue
+                state["updates"] += 1
+                state["rows"].lerp_(p.grad.square().mean(1, keepdim=True), 0.1)
+                state["columns"].lerp_(p.grad.square().mean(0), 0.1)
+                state["norm"].lerp_(p.norm(), 0.1)
+                scale = (state["rows"] * state["columns"] / state["rows"].mean()).sqrt() + 1e-3
+                p.sub_(group["lr"] * state["norm"] * (1 - 0.9 ** state["updates"]) * p.grad / scale)
 
 
 class Counting(torch.optim.Optimizer):
     """A number that each parameter group counts, one of each weight, and integer steps, as many write them."""
 
-    state_tensors = {"average": "weight", "decayed": "scalar"}  # noqa: RUF012
+    splits = True
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, dict(lr=lr, total=0.0))
@@ -168,12 +187,13 @@ class LateCounter(torch.optim.SGD):
 
 
 class Skipping(torch.optim.SGD):
-    """It counts its steps by weight, and skips weights whose gradient is 0."""
+    """It counts its steps by weight, skips weights whose gradient is 0, and moves less with every step."""
 
     def step(self):
         """Of what has a gradient."""
         for p in (p for group in self.param_groups for p in group["params"]):
             self.state[p]["step"] = self.state[p].get("step", 0) + int(bool(p.grad.any()))
+            p.grad /= 1 + self.state[p]["step"]
         super().step()
 
 

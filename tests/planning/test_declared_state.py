@@ -32,17 +32,7 @@ def test_the_planner_counts_what_a_process_keeps_and_shares_matrices_out(monkeyp
     assert total == pytest.approx(sum(value.numel() * 4 for value in map(torch.as_tensor, kept)), rel=0.02)
     _, shared = planned(["parallel.tensor=2", "engine.zero_stage=1"], 1, data=4, tensor=2)
     largest = max(
-        sum(
-            tensor.bytes
-            for tensor in declared.state(weight.name, weight.shape, None).values()
-            if tensor.where == "matrix"
-        )
+        sum(tensor.bytes for tensor in declared.state(weight.placement, None).values() if tensor.where == "matrix")
         for weight in engine.weights
     )
-    everywhere = sum(
-        tensor.bytes
-        for weight in engine.weights
-        for tensor in declared.state(weight.name, weight.shape, None).values()
-        if tensor.where == "everywhere" and len(weight.shape) == 2 and not weight.name.startswith("positions")
-    )
-    assert largest + everywhere <= shared < 2.5 * largest + everywhere < state
+    assert largest <= shared < 2.5 * largest < state

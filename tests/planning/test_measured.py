@@ -1,7 +1,6 @@
 """The formulas against what training here really holds, counted tensor by tensor on a CPU."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpclm import config
 from hpclm.config import EngineConfig, ModelConfig, OptimConfig, ParallelConfig
+from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import count, gpt
 from hpclm.model.loss import TokenLoss
 from hpclm.model.stack import Execution, Stack
@@ -33,7 +33,7 @@ class Training:
         self.model = Stack(
             self.config, specs, TYPES[element], execution=Execution(recompute_every=recompute_every)
         ).train()
-        weights = [SimpleNamespace(name=n, parameter=p, shape=p.shape) for n, p in self.model.named_parameters()]
+        weights = [ShardedParameter(n, p, self.model.placements[n]) for n, p in self.model.weights()]
         self.loss, self.optimizer = TokenLoss(ROWS), optimizer_of(weights, OptimConfig())
         self.layout = Layout(
             micro_size=micro_size, accumulation=accumulation, recompute=recompute, recompute_every=recompute_every

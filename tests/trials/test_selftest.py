@@ -30,6 +30,7 @@ WRONG = {
     "BiasedTwice": ("tensor 2", "block0.extra.bias", "counts once per rank"),
     "FanInOfSlice": ("tensor 2", "block0.down begins with other values", "fan-in"),
     "NotPlaced": ("tensor 2", "block0.down has the shape [32, 16], and [32, 32] in one process", "placements"),
+    "SplitLamb": ("ZeRO 1", "after the first update", "declare `matrices` in its class instead of `splits`"),
     "remembering": ("killed and resumed", "learning rate", "pure function"),
     "source_by_rank": ("data 2", "sample 0 of the training data differs on rank 1", "not on the rank"),
     "Forgetful": ("data 2", "the gradient of", "does not sum the gradients"),
@@ -77,7 +78,7 @@ def test_a_right_block_agrees_in_every_layout(name):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["constant", "source", "Engine"])
+@pytest.mark.parametrize("name", ["constant", "source", "Engine", "Lamb", "Lion"])
 def test_other_code_that_is_right_agrees_or_is_refused_by_name(name):
     outcomes = {layout: verdict["outcome"] for layout, verdict in tried(name).items()}
     assert outcomes.pop("killed and resumed") == outcomes.pop("data 2") == "agrees"

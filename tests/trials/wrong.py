@@ -17,6 +17,7 @@ from hpclm.model import gpt
 from hpclm.model.init import InitSpec, TensorParallelModule
 from hpclm.parallel.collectives import all_reduce_in_place, copy_to_tp, gather, scatter
 from hpclm.parallel.placement import Placement
+from tests.optim.users import Lamb, Lion  # noqa: F401
 
 
 class Scaled(gpt.Block):
@@ -186,6 +187,12 @@ class Crashing(Scaled):
     def after(self, x):
         """[t, B, C] -> [t, B, C]."""
         return super().after(x) + torch.zeros(16, 1, 1)[: len(x) * self.tp.size].view(len(x), 1, 1)
+
+
+class SplitLamb(Lamb):
+    """It needs whole weights, and declares that it does not."""
+
+    splits = True
 
 
 def constant(position, length, optim):

@@ -25,7 +25,7 @@ from hpclm.config import OptimConfig
 from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.node import process_state
 from hpclm.optim.adamw import groups
-from hpclm.optim.optimizers import Weight
+from hpclm.optim.optimizers import OptimizedWeight
 from hpclm.parallel.mesh import Axis, Mesh
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -148,7 +148,7 @@ def check_disks() -> None:
             raise ConfigError(NO_DISKS)
 
 
-def cpu_adam(weights: Sequence[Weight], optim: OptimConfig) -> torch.optim.Optimizer:
+def cpu_adam(weights: Sequence[OptimizedWeight], optim: OptimConfig) -> torch.optim.Optimizer:
     """DeepSpeed's CPU Adam, which keeps its state in CPU memory."""
     settings: dict[str, Any] = dict(lr=optim.lr, betas=optim.betas, eps=optim.eps, adamw_mode=True)
     try:

@@ -4,7 +4,7 @@ Uses documented functions (``safe_get_local_*``) where they exist, and otherwise
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,17 @@ from deepspeed import utils
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor, nn
 
+from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import State, Where, tensors_held
+from hpclm.config.optimizers import State, StateTensor, Where, tensors_held
 from hpclm.engine import SavedState
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.state import TrainingState
+from hpclm.engine.state import TrainingState, state_shapes, tensor_shapes
 from hpclm.optim.adamw import set_state
-from hpclm.parallel.mesh import Axis
+from hpclm.optim.user_optimizer import UserOptimizer
+from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.placement import Placement
 
 
 class PartitionedState(TrainingState, ABC):
@@ -30,7 +33,11 @@ class PartitionedState(TrainingState, ABC):
         """``flat``: this process's partitions, the keys of the optimizer's state."""
         super().__init__(optimizer, optim)
         self.flat = flat
-        self.begin(0)
+        if isinstance(optimizer, UserOptimizer) and optimizer.initial:
+            raise ConfigError(
+                f"optim.name={optim.name} has state before its first update, which DeepSpeed's partitions would lack; choose another engine"
+            )
+        self.begin(0, ())
 
     @abstractmethod
     def size(self, weight: ShardedParameter) -> int:
@@ -56,36 +63,56 @@ class PartitionedState(TrainingState, ABC):
     def publish(self) -> None:
         """Copy the optimizer's fp32 weights into the model."""
 
+    @property
+    def saves_groups(self) -> bool:
+        """See TrainingState.saves_groups; DeepSpeed's groups have no weights."""
+        return False
+
+    def key(self, weight: ShardedParameter) -> Tensor:
+        """The partition with the optimizer's state of a weight."""
+        return self.place(weight)[0]
+
+    def declared(self, weight: ShardedParameter) -> State:
+        """The tensors that the optimizer keeps of a weight."""
+        return self._kept(self.key(weight), weight.placement) if self.users else super().declared(weight)
+
+    def _kept(self, flat: Tensor, placement: Placement) -> State:
+        """The tensors that the optimizer keeps of a partition, as those of a weight."""
+        if not self.users:
+            return self.kind.state(placement, self.optim)
+        return dict.fromkeys(tensor_shapes(self.optimizer.state.get(flat, {})), StateTensor(placement.shape))
+
     def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
         """Names of the tensors that the optimizer keeps of a weight; empty before the first update."""
-        return list(tensors_held(self.declared(weight.name, weight.shape), where)) if self.steps() else []
+        return list(tensors_held(self.declared(weight), where)) if self.steps() else []
 
     def owners(self, weights: Sequence[ShardedParameter]) -> Iterator[tuple[str, Tensor, State]]:
         """The keys of the optimizer's state: DeepSpeed's partitions."""
         for number, flat in enumerate(self.flat):
-            yield f"partition {number}", flat, self.declared("", flat.shape)
+            yield f"partition {number}", flat, self._kept(flat, Placement(tuple(flat.shape)))
 
-    def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
+    def load(self, plan: SavePlan, mesh: Mesh, saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if the saved run made ``steps`` > 0 updates."""
+        shapes = state_shapes(saved) if steps else {}
+        states = [self.saved(weight, shapes.get(weight.name, {})) for weight in plan.weights]
         if steps or self.steps():
-            self.begin(steps)
-        given = saved.shapes() if steps else {}
-        for number, weight in enumerate(plan.weights):
-            kept = [n for n in self.declared(weight.name, weight.shape) if f"optim.{n}.{weight.name}" in given]
-            for name in (None, *kept):  # tensors that were not saved stay zero
+            self.begin(steps, {name for state in states for name in tensors_held(state)})
+        for number, (weight, state) in enumerate(zip(plan.weights, states, strict=True)):
+            for name in (None, *tensors_held(state)):  # tensors that were not saved stay zero
                 values = torch.empty(self.size(weight), device=weight.parameter.device)
                 plan.load(number, f"optim.{name}.{weight.name}" if name else f"model.{weight.name}", saved, values)
                 self.set(weight, values, name)
         self.publish()
 
-    def begin(self, steps: int) -> None:
-        """Zero the state and set the step count to ``steps`` in all partitions; DeepSpeed itself links only the state of the first."""
+    def begin(self, steps: int, names: Collection[str]) -> None:
+        """Zero the state, tensors of these ``names`` for a user's optimizer, and set the step count to ``steps`` in all partitions; DeepSpeed
+        itself links only the state of the first."""
         for flat in self.flat:
-            self.begin_partition(flat, steps)
+            declared = names if self.users else self.kind.state(Placement(tuple(flat.shape)), self.optim)
+            self.begin_partition(flat, steps, declared)
 
-    def begin_partition(self, flat: Tensor, steps: int) -> None:
+    def begin_partition(self, flat: Tensor, steps: int, names: Collection[str]) -> None:
         """Zero the state of one partition, and set its step count."""
-        names = self.declared("", flat.shape)
         set_state(self.optimizer, flat, {name: torch.zeros_like(flat) for name in names}, steps)
 
 
@@ -193,10 +220,10 @@ class PartitionedWeights(PartitionedState):
         else:  # the weight is on disk
             parameter.nvme_swapper.swap_out_partitioned_params(dst_fp16_params=[parameter], src_fp32_params=[values])
 
-    def load(self, plan: SavePlan, whole: Sequence[SavePlan], saved: SavedState, steps: int) -> None:
+    def load(self, plan: SavePlan, mesh: Mesh, saved: SavedState, steps: int) -> None:
         """Load the weights, and the optimizer's state if the saved run made ``steps`` > 0 updates."""
         self.wrapper.parameter_offload.partition_all_parameters()  # weights must not be gathered while they are set
-        super().load(plan, whole, saved, steps)
+        super().load(plan, mesh, saved, steps)
 
     def publish(self) -> None:
         """Gather the weights that DeepSpeed keeps gathered, and invalidate hpZ's copies."""
@@ -206,15 +233,15 @@ class PartitionedWeights(PartitionedState):
         if kept:
             kept[0].all_gather(kept)
 
-    def begin_partition(self, flat: Tensor, steps: int) -> None:
+    def begin_partition(self, flat: Tensor, steps: int, names: Collection[str]) -> None:
         """Zero the state of one partition and set its step count to ``steps``."""
         wrapper = self.wrapper
         swapper = wrapper.optimizer_swapper if wrapper.swap_optimizer else None
         # DeepSpeed's record of the sizes, because a partition in memory may be empty
         sizes = dict(zip(self.flat, wrapper.fp16_partitioned_groups_flat_numel, strict=True))
         if swapper is None or not swapper.is_swappable_tensor(numel=sizes[flat]):
-            super().begin_partition(flat, steps)
+            super().begin_partition(flat, steps, names)
         elif steps or self.steps():  # otherwise the first update allocates the state on disk
             swapper.swap_in_optimizer_state(flat, None)
-            super().begin_partition(flat, steps)
+            super().begin_partition(flat, steps, names)
             swapper.swap_out_optimizer_state(flat, False)

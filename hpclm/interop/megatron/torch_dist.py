@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from hpclm.base import files
 from hpclm.base.errors import ConfigError, unread
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import EXAMPLES, OPTIMIZERS
+from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.interop.megatron import experts
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
 from hpclm.interop.pickles import load, refused
+from hpclm.parallel.placement import Placement
 
 log = logging.getLogger(__name__)
 MAX_METADATA_BYTES = 1 << 31  # bytes of .metadata
@@ -45,7 +46,7 @@ IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
-MOMENTS = tuple(OPTIMIZERS["adamw"].state(*EXAMPLES[0], OptimConfig()))
+MOMENTS = tuple(OPTIMIZERS["adamw"].state(Placement(()), OptimConfig()))
 MAX_LAYER_TENSORS = 1 << 20  # limit on tensors of single layers; the largest networks have thousands
 
 Shape = tuple[int, ...]

@@ -5,7 +5,7 @@ only when they are used.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ PROBE = "The quick brown fox jumps over the lazy dog; so it goes, and then it co
 """A long text, which a tokenizer that draws at random is unlikely to encode twice in the same way."""
 CHECK = class_check("encode", "encode_batch", "decode", made_with=["files"])
 REQUIRED = ("size", "eod", "fingerprint", "encode", "encode_batch", "decode")
-"""Attributes of a user-defined tokenizer; ``ends_itself`` is optional."""
+"""Attributes of a user-defined tokenizer; ``ends_itself`` and ``special_ids`` are optional."""
 
 Batch = tuple[NDArray[np.integer], NDArray[np.int64]]
 """Ids of all texts, concatenated, [t], and the number of tokens of each text, [texts]."""
@@ -46,6 +46,11 @@ class Tokenizer(Protocol):
     fingerprint: dict[str, Any]
     """JSON: "kind", "files" {name: blake2b of the content}, "size", "eod", and "options" {name: value} that differ from the defaults;
     the function ``fingerprint`` of this module creates one."""
+
+    @property
+    def special_ids(self) -> Mapping[int, str]:
+        """The names of the ids that stand for no text: special tokens and the unknown token. Optional for user-defined classes."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without an end-of-document token unless ``ends_itself``."""

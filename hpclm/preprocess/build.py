@@ -24,7 +24,16 @@ from hpclm.data import chat_record, loss_mask, tokenizers
 from hpclm.data.indexed import files
 from hpclm.preprocess.counts import KEY as COUNTS
 from hpclm.preprocess.counts import Counts
-from hpclm.preprocess.encode import LONG_TOKEN, Column, EncodeJob, encode, may_cut, read_texts, tokenizer_of
+from hpclm.preprocess.encode import (
+    END_OF_DOCUMENT,
+    LONG_TOKEN,
+    Column,
+    EncodeJob,
+    encode,
+    may_cut,
+    read_texts,
+    tokenizer_of,
+)
 from hpclm.preprocess.inputs import Share, chunks
 from hpclm.preprocess.kinds import Format
 from hpclm.preprocess.options import Dictionary, InputCorpus, PreprocessRequest
@@ -103,12 +112,17 @@ class DatasetOutput(Writer):
         that do not teach when to stop, or with answers after tokens that generation never produces. ``formats``: formats of the inputs."""
         for problem in filter(None, (self._short_documents(formats), self._long_tokens())):
             log.warning("%s: %s", self.prefix, problem)
-        if inner := self.counts.inner:
-            times = "once" if inner == 1 else f"{inner:,} times"
+        for name, count in sorted(self.counts.special.items()):
+            times = "once" if count == 1 else f"{count:,} times"
             log.warning(
-                "%s: the text itself contains the end-of-document token %s; training sees the end of a document there, and "
-                "data.reset_attention_mask splits the document. Remove the token from the input, or name another one with --eod",
-                self.prefix, times,
+                "%s: the text has the token %s %s (%.1f%% of the tokens). It %s",
+                self.prefix, name, times, 100 * count / self.tokens, self._meaning(name),
+            )  # fmt: skip
+        if self.counts.line_ends:
+            log.warning(
+                "%s: the tokens do not restore the %s line ends of the text, because the %s tokenizer turns them into spaces; text that "
+                "a model generates will have no lines. hpclm train-tokenizer makes a tokenizer that keeps them",
+                self.prefix, f"{self.counts.line_ends:,}", self._job.tokenizer,
             )  # fmt: skip
         if self.counts.spanning:
             log.warning(
@@ -130,6 +144,19 @@ class DatasetOutput(Writer):
                 "turns with one, inside its {%% generation %%} marks if it has them",
                 self.prefix, many(self.counts.endless, "conversation"),
             )  # fmt: skip
+
+    def _meaning(self, name: str) -> str:
+        """What a special token inside a text does, and what to do about it."""
+        tokenizer = tokenizer_of(self._job)
+        names = getattr(tokenizer, "special_ids", {})
+        if name == names.get(tokenizer.eod, END_OF_DOCUMENT):
+            return (
+                "ends a document: training sees the end of a document there, and data.reset_attention_mask splits the document. Remove "
+                "the token from the input, or name another one with --eod"
+            )
+        if "unk" in name.lower():
+            return "replaces text that the tokenizer does not know: use a tokenizer made for such text (hpclm train-tokenizer)"
+        return "is a special token to the model, not text: remove it from the input unless that is intended"
 
     def _short_documents(self, formats: Set[Format]) -> str | None:
         """Advice for documents that are too short to learn from; None for longer documents, and for fairseq's, which are lines of a

@@ -15,8 +15,10 @@ class Counts:
     """Bytes of text, in UTF-8, that became tokens; 0 for conversations."""
     skipped: int = 0
     """Empty documents left out."""
-    inner: int = 0
-    """End-of-document tokens inside the texts; 0 if none is appended to documents."""
+    line_ends: int = 0
+    """Line ends inside the texts that their tokens do not restore."""
+    special: Counter[str] = field(default_factory=Counter)
+    """Special and unknown tokens inside the texts, by name."""
     cut: int = 0
     """Conversations cut because they are too long."""
     dropped: int = 0
@@ -46,5 +48,5 @@ class Counts:
 def noted(note: dict[str, Any]) -> Counts:
     """The counts in the contents of a PREFIX.json; all 0 if it has none. TypeError or ValueError if they are invalid."""
     given = note.get(KEY, {})
-    tables = {name: Counter(given[name]) for name in ("ends", "unreadable") if name in given}
+    tables = {name: Counter(given[name]) for name in ("special", "ends", "unreadable") if name in given}
     return Counts(**{**given, **tables})

@@ -23,6 +23,7 @@ from hpclm.preprocess.lines import UnreadableLineError, read_line
 Record = TypeVar("Record")
 
 SHOWN = 5  # unreadable lines described per chunk
+END_OF_DOCUMENT = "the end-of-document token"  # its name if the tokenizer gives none
 LONG_TOKEN = 16  # bytes of text on average; longer tokens cause a warning
 OnError = Literal["stop", "skip"]
 
@@ -213,18 +214,37 @@ def _column(texts: list[str], job: EncodeJob, name: str) -> Column:
     if job.empty == "skip":
         skipped = int(np.count_nonzero(~full))
         documents = documents[full]
-    inner = _inner_ends(ids, job)
+    counts = _counts(ids, texts, job) + Counts(skipped=skipped)
     if job.append_eod and len(sizes):
         last = np.cumsum(documents)[documents > 0] - 1
         ids = np.insert(ids, np.cumsum(sizes)[last], tokenizers.end(tokenizer))
         sizes[last] += 1
-    size = sum(len(text.encode()) for text in texts)
-    return Column(ids, sizes, documents, Counts(text_bytes=size, skipped=skipped, inner=inner))
+    return Column(ids, sizes, documents, counts)
 
 
-def _inner_ends(ids: NDArray, job: EncodeJob) -> int:
-    """Number of end-of-document tokens inside the texts; 0 if none is appended to documents."""
-    return int(np.count_nonzero(ids == tokenizer_of(job).eod)) if job.append_eod else 0
+def _counts(ids: NDArray, texts: list[str], job: EncodeJob) -> Counts:
+    """The counts of ``texts``, which have the tokens ``ids``."""
+    names, loses_lines = _special(job)
+    found = ids[np.isin(ids, [*names])] if names else ids[:0]
+    values, often = np.unique(found, return_counts=True)
+    return Counts(
+        text_bytes=sum(len(text.encode()) for text in texts),
+        line_ends=sum(text.count("\n") for text in texts) if loses_lines else 0,
+        special=Counter({names[id]: count for id, count in zip(values.tolist(), often.tolist(), strict=True)}),
+    )
+
+
+@cache
+def _special(job: EncodeJob) -> tuple[dict[int, str], bool]:
+    """The names of the ids that stand for no text, and whether the tokens of a text do not restore its line ends."""
+    tokenizer = tokenizer_of(job)
+    names = dict(getattr(tokenizer, "special_ids", {}))
+    if tokenizer.eod is not None and job.append_eod:
+        names.setdefault(tokenizer.eod, END_OF_DOCUMENT)
+    else:  # the texts may bring their own, or the tokenizer adds one
+        names.pop(tokenizer.eod, None)
+    own = job.tokenizer not in TOKENIZERS  # its decode() may refuse what it has not encoded
+    return names, not own and "\n" not in tokenizer.decode(tokenizer.encode("a\nb"))
 
 
 def may_cut(job: EncodeJob) -> MayCut | None:
@@ -260,7 +280,7 @@ def _piece(texts: list[str], job: EncodeJob, name: str, chunk: InputChunk) -> Co
             f"{name}: the {job.tokenizer} tokenizer gives parts of this text other tokens than the whole; give --format lines"
         )
     ids = _checked(ids[begun:], job, name)
-    counts = Counts(text_bytes=len(texts[0].encode()), inner=_inner_ends(ids, job))
+    counts = _counts(ids, texts, job)
     return Column(ids, np.array([ids.size]), np.array([1]), counts, is_piece=True, closes=chunk.closes)
 
 

@@ -11,7 +11,7 @@ from hpclm.data import tokenizers
 from hpclm.preprocess.build import DatasetOutput, check_job
 from hpclm.preprocess.chat import Chat
 from hpclm.preprocess.counts import Counts, noted
-from hpclm.preprocess.encode import Column, Conversation, EncodeJob, _conversations
+from hpclm.preprocess.encode import END_OF_DOCUMENT, Column, Conversation, EncodeJob, _conversations
 from tests.preprocess.texts import documents
 
 CHAT = Chat("{{ x }}", (), 7)
@@ -52,15 +52,36 @@ def test_an_empty_file_is_a_document_without_sequences_where_it_is_kept(append_e
 
 def test_what_is_left_out_is_summed_over_all_chunks_and_noted(tmp_path, capsys):
     with DatasetOutput(tmp_path / "x", job(chat=CHAT)) as output:
-        output.add(column("a" * 2000, skipped=1, cut=2, dropped=1, endless=1, spanning=2, inner=3, ends=Counter("aab")))
-        output.add(column("b", skipped=1, cut=1, dropped=1, endless=2, spanning=1, inner=1, ends=Counter("b")))
+        output.add(
+            column(
+                "a" * 2000,
+                skipped=1,
+                cut=2,
+                dropped=1,
+                endless=1,
+                spanning=2,
+                special=Counter(x=3),
+                ends=Counter("aab"),
+            )
+        )
+        output.add(
+            column("b", skipped=1, cut=1, dropped=1, endless=2, spanning=1, special=Counter(x=1), ends=Counter("b"))
+        )
         output.counts += Counts(unreadable=Counter({"not JSON": 1500, "no text": 1}))
         output.complete({"more": 1})
         output.describe("!")
     note = json.loads((tmp_path / "x.json").read_text())
     assert (note["documents"], note["tokens"], note["more"]) == (2, 2001, 1)
     assert note["counts"] == {
-        **{"skipped": 2, "inner": 4, "cut": 3, "dropped": 2, "endless": 3, "spanning": 3, "ends": {"a": 2, "b": 2}},
+        **{
+            "skipped": 2,
+            "special": {"x": 4},
+            "cut": 3,
+            "dropped": 2,
+            "endless": 3,
+            "spanning": 3,
+            "ends": {"a": 2, "b": 2},
+        },
         "unreadable": {"no text": 1, "not JSON": 1500},
     }
     assert noted(note) == output.counts
@@ -125,10 +146,24 @@ def test_a_tokenizer_that_hardly_divides_the_text_is_warned_of_above_16_bytes_a_
     assert "tokens have 16 bytes of text on average (3 to 5 are usual): the bytes tokenizer" in said
 
 
-@pytest.mark.parametrize("inner, times", [(1, "once"), (1234, "1,234 times")])
-def test_ends_of_documents_in_the_text_itself_are_counted(inner, times, caplog, tmp_path):
-    [said] = warnings(caplog, tmp_path, [column("a", inner=inner)])
-    assert f"contains the end-of-document token {times}; training sees" in said
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (END_OF_DOCUMENT, "It ends a document: training sees the end of a document there"),
+        ("[UNK]", "It replaces text that the tokenizer does not know"),
+        ("<|im_start|>", "It is a special token to the model, not text"),
+    ],
+)
+def test_tokens_of_the_text_that_stand_for_no_text_are_counted_by_name(name, said, caplog, tmp_path):
+    [one] = warnings(caplog, tmp_path, [column("ab", special=Counter({name: 1}))])
+    assert f"the text has the token {name} once (50.0% of the tokens). {said}" in one
+    [several] = warnings(caplog, tmp_path, [column("a" * 2500, special=Counter({name: 1234}))])
+    assert f"the text has the token {name} 1,234 times (49.4%" in several
+
+
+def test_line_ends_that_the_tokens_lose_are_counted(caplog, tmp_path):
+    [said] = warnings(caplog, tmp_path, [column("ab", line_ends=1234)])
+    assert "the tokens do not restore the 1,234 line ends of the text, because the bytes tokenizer turns them" in said
 
 
 def test_conversations_that_do_not_teach_what_generation_asks_for_are_counted(caplog, tmp_path):

@@ -52,7 +52,10 @@ class Library:
         tokens = self.model.get_added_tokens_decoder().values()
         self.added = tuple(token.content for token in tokens)
         self.special = tuple(token.content for token in tokens if token.special)
-        self._special_ids = {text: ids[text] for text in self.special}
+        self._ids_of_special = {text: ids[text] for text in self.special}
+        unknown = getattr(self.model.model, "unk_token", None)  # a Unigram model has an id instead
+        named = {*self.special, unknown} & ids.keys()
+        self.special_ids = {ids[text]: text for text in sorted(named)}
         self.fast = gigatokens.faster(settings, self.exact, [*self.added]) if settings else None
 
     def encode(self, text: str) -> list[int]:
@@ -71,7 +74,7 @@ class Library:
     def marked(self, text: str, spans: list[tuple[int, int]]) -> Marked:
         """Ids of ``text``, and whether each has characters in one of ``spans``."""
         with _panics():
-            return span_tokens.marked(self.model, self._special_ids, text, spans)
+            return span_tokens.marked(self.model, self._ids_of_special, text, spans)
 
     def template(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids that the template of its tokenizer.json adds before and after a text; other kinds have no template."""

@@ -45,6 +45,11 @@ class Words:
     unknown = "<unk>"
     eod: int
 
+    @property
+    def special_ids(self) -> dict[int, str]:
+        """The unknown token."""
+        return {self.ids[self.unknown]: self.unknown}
+
     def encode(self, text: str) -> list[int]:
         """Ids of the words (or <unk>), and the end-of-document token."""
         unknown = self.ids[self.unknown]

@@ -41,6 +41,8 @@ class SentencePiece:
             controls = [piece for piece, id in ids.items() if self.model.is_control(id)]
             angled = [piece for piece in ids if re.fullmatch(r"<[^0].*>", piece) and piece not in controls]
             self.eod = id_of_end("sentencepiece", path, eod, ids, controls + angled)
+        unknown = self.model.unk_id()
+        self.special_ids = {unknown: self.model.id_to_piece(unknown)}
         self.fingerprint = fingerprint("sentencepiece", files, self.size, self.eod, eod)
 
     def encode(self, text: str) -> list[int]:

@@ -2,12 +2,9 @@
 
 import logging
 import re
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -156,8 +153,7 @@ def build(config: EngineSettings, compute: Compute) -> Engine:
     if reason:
         log.info("torch.compile is off: %s", reason)
     # null: leave the blocks uncompiled, but compile parts that need it
-    parts = config.engine.compile is None and not config.engine.offload_activations and not missing_compiler()
-    decided = compiled or (None if parts else False)
+    decided = compiled or (None if compiles_attention(config, compute.device) else False)
     return maker(replace(config, engine=replace(config.engine, compile=decided)), compute)
 
 
@@ -178,12 +174,6 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
         gpt.check_blocks(specs)
     if config.optim.groups:
         check_groups(config.optim, specs)
-    missing = config.engine.compile and missing_compiler()
-    if missing:
-        raise ConfigError(
-            f"engine.compile=true needs {missing}, which was not found; set engine.compile=false, "
-            f"or install it (Debian: apt-get install g++ python3-dev)"
-        )
     check_supports(config, maker)
     check_optimizer(
         config, getattr(maker, "supports", SUPPORTS.get(config.engine.name)), getattr(maker, "sharded", False)
@@ -241,22 +231,16 @@ def compiles(config: EngineSettings, device: torch.device) -> tuple[bool, str | 
     if engine.compile is not None or device.type == "cpu":
         return bool(engine.compile), None
     supports = SUPPORTS.get(engine.name)
-    missing = missing_compiler()
     reasons = {
         f"engine {engine.name!r} is compiled only with engine.compile=true": not (supports and supports.compiled),
         f"model.block={model.block} is compiled only with engine.compile=true": model.block not in BLOCKS,
         "model.kernels=apex cannot be compiled into the blocks": model.kernels != "torch",
         "engine.offload_activations=true changes strides, on which compiled code relies": engine.offload_activations,
-        f"it needs {missing}, which was not found": missing,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     return reason is None, reason
 
 
-def missing_compiler() -> str | None:
-    """The missing dependency of torch.compile on this machine, or None."""
-    if not any(map(shutil.which, ("g++", "clang++", "gcc"))):
-        return "a C++ compiler on the PATH"
-    # Triton's launchers and Inductor's C++ wrappers include Python.h, which clusters often lack
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    return None if header.exists() else str(header)
+def compiles_attention(config: EngineSettings, device: torch.device) -> bool:
+    """Whether FlexAttention may be compiled separately if the blocks are not compiled."""
+    return device.type == "cuda" and config.engine.compile is None and not config.engine.offload_activations

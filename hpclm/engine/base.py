@@ -29,7 +29,6 @@ from hpclm.engine.state_numbers import check_numbers
 from hpclm.engine.step import NO_RANK, GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
 from hpclm.engine.user_optimizers import OptimizerAttributes
 from hpclm.model import gpt
-from hpclm.model.compiled import Compilation
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.own_block import BlockState
 from hpclm.model.reports import check_name
@@ -105,11 +104,6 @@ class BaseEngine:
         deferred = any(isinstance(m, TensorParallelModule) and m.defer_tp_grad_sum for m in model.modules())
         self.deferred = [w for w in self.weights if deferred and w.placement.dim is None]
         """Weights with gradients to be summed over the tensor-parallel ranks after the backward pass."""
-
-    @property
-    def compilations(self) -> list[Compilation]:
-        """All compilations of this process, failed ones included."""
-        return [compilation for stack in self.model_stacks for compilation in stack.compilations]
 
     # hooks for subclasses
 

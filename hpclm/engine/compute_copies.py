@@ -51,7 +51,7 @@ class ComputeCopies:
                     self.masters[copy] = weight
                     matrix = weight.ndim == 2 and name == "weight"
                     # uncompiled, an autograd function for each small weight costs more than adding its gradient
-                    small = weight.ndim == 1 and model.compilation.works
+                    small = weight.ndim == 1 and model.compilation.layers
                     if in_place and (matrix or small):
                         self._added[copy] = module, name
                     else:

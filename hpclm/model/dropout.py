@@ -48,7 +48,7 @@ class LayerSeeds:
         """Whether dropout outside attention is counter-based."""
         if self.by_counter is not None:
             return self.by_counter
-        return self.compilation.works and device.type == "cuda" and self.config.block in BLOCKS
+        return self.compilation.layers and device.type == "cuda" and self.config.block in BLOCKS
 
     def keys(self, seed: int | None, device: torch.device) -> list[Tensor] | None:
         """The keys of each layer for a micro-batch of training with ``seed``, if dropout is counter-based."""

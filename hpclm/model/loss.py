@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpclm.model import count
-from hpclm.model.compiled import Compilation
+from hpclm.model.compiled import compiled
 from hpclm.model.head import Head, LogitShape
 from hpclm.parallel.collectives import all_reduce, all_reduce_max, gather
 from hpclm.parallel.main_gradients import add_product
@@ -188,14 +188,9 @@ class TokenLoss:
         self.z_loss = z_loss
         self.whole: ChunkMath = nll_and_gradient_in_place
         self.split: ChunkMath = split_nll_and_gradient
-        self.compilations: list[Compilation] = []
-        """The compilations of ``whole`` and ``split``; compiled code calls the same collectives as uncompiled code."""
         if compile:
-            whole = Compilation("the loss runs")
-            split = Compilation("the loss runs")
-            self.compilations = [whole, split]
-            self.whole = whole.of(nll_and_gradient, self.whole)
-            self.split = split.of(split_nll_and_gradient, self.split)
+            self.whole = compiled(nll_and_gradient)
+            self.split = compiled(split_nll_and_gradient)
         if z_loss:
             self.whole = partial(self.whole, z_loss=z_loss)
             self.split = partial(self.split, z_loss=z_loss)

@@ -19,7 +19,7 @@ from hpclm.config.model import BLOCKS
 from hpclm.model import init
 from hpclm.model.attention.layout import Layouts
 from hpclm.model.cache import KeyValueCache
-from hpclm.model.compiled import Compilation, StackCompilation, compile_layers
+from hpclm.model.compiled import StackCompilation, compiled
 from hpclm.model.context import LayerContext, Reports
 from hpclm.model.dropout import LayerSeeds
 from hpclm.model.expert_mlp import ExpertMLP
@@ -27,7 +27,7 @@ from hpclm.model.head import Head
 from hpclm.model.init import InitSpec
 from hpclm.model.loss import TokenLoss
 from hpclm.model.spec import LayerSpec
-from hpclm.parallel.mesh import SINGLE, SINGLE_MESH, Axis, Mesh
+from hpclm.parallel.mesh import SINGLE_MESH, Axis, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 from hpclm.parallel.placement import Placement
 
@@ -70,7 +70,7 @@ class Stack(nn.Module):
         self.loss = execution.loss or TokenLoss()
         self.recompute_every = execution.recompute_every
         self.offload = execution.offload
-        self.compilation = StackCompilation((tp, cp))
+        self.compilation = StackCompilation()
         blocks = [spec.layer for spec in specs if spec.layer] or config.blocks[:1]
         self.first = blocks[0]
         """The block whose positions other layers see too."""
@@ -131,15 +131,8 @@ class Stack(nn.Module):
         """The blocks by name."""
         return {spec.name: self.layers[spec.name] for spec in self.specs if spec.layer}
 
-    @property
-    def compilations(self) -> list[Compilation]:
-        """All compilations of this stack, failed ones included."""
-        return [*self.compilation.tried, *self.loss.compilations]
-
-    def compile_blocks(self, whole: bool = True, replicas: Axis = SINGLE) -> None:
-        """Compile the blocks and the other layers between embedding and loss; if ``whole``, each as one graph. ``replicas``: ranks that
-        reduce gradients in the order of their backward passes, and so must run the same code. They must compile the same graphs in the
-        same order, as they do for hpclm's own blocks and micro-batches of one shape."""
+    def compile_blocks(self, whole: bool = True) -> None:
+        """Compile the blocks and the other layers between embedding and loss; if ``whole``, each as one graph."""
         names = [spec.name for spec in self.specs if spec.layer or spec.name in ("entry", "norm")]
         foreign = self.config.block not in BLOCKS or self.config.kernels != "torch"  # they may break graphs
         for module in self.modules():
@@ -147,9 +140,9 @@ class Stack(nn.Module):
                 # sizes that the host learns would be constants of a graph, so every other routing would recompile it
                 module.compute = torch.compiler.disable(module.compute)  # type: ignore[method-assign]
                 foreign = True
-        self.compilation.layers = compile_layers(
-            [self.layers[name] for name in names], whole and not foreign, axes=(self.tp, self.cp, replicas)
-        )
+        for name in names:  # equal layers share graphs
+            self.layers[name].forward = compiled(self.layers[name].forward, whole and not foreign)
+        self.compilation.layers = True
 
     def weights(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter under its logical name, such as block0.attention.qkv.weight; tied weights once."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hpclm.engine import StepResult
-from hpclm.engine.compiling import AgreedCompilations
 from hpclm.node.preemption import WARNINGS
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles
@@ -35,7 +34,6 @@ class ControlState:
     minutes: float = 0.0  # of training in this attempt, by rank 0's clock
     trained_seconds: float = 0.0  # all recorded steps of the run, by the slowest rank
     micro_batch_seconds: float = 0.0  # mean in the last recorded step, by the slowest rank; 0 before the first
-    compiled_unlike: bool = False  # some rank can no longer compile code that others can
     lost: bool = False  # another attempt may have taken over the run directory
 
     @property
@@ -58,7 +56,6 @@ class Control:
         self.control_files: ControlFiles | None = None
         if run.context.is_main:
             self.control_files = ControlFiles(run.out, config.kill_switch)
-        self.compilations = AgreedCompilations(run.engine, run.context)
         self.exit_minutes = math.inf if config.exit_minutes is None else config.exit_minutes
         self.own_trained_seconds = run.data.begin.seconds  # all recorded steps of the run, by this rank's clock
         self.own_micro_batch_seconds = 0.0  # mean in the last recorded step, by this rank's clock
@@ -108,11 +105,8 @@ class Control:
 
     def _values(self) -> dict[str, float]:
         """Values to be max-reduced over all ranks."""
-        failed = self.compilations.failed_late()
         minutes = (time.monotonic() - self._began) / 60
         values = {
-            "uncompiled": failed,
-            "least_uncompiled": -failed,
             "writing": not self.run.store.written(),
             "stop": self._stop(),
             "save": self.control_files is not None and self.control_files.requested("save-now"),
@@ -146,6 +140,5 @@ class Control:
             minutes=values["minutes"],
             trained_seconds=values["trained_seconds"],
             micro_batch_seconds=values["micro_batch_seconds"],
-            compiled_unlike=values["uncompiled"] != -values["least_uncompiled"],
             lost=bool(values["lost"]),
         )

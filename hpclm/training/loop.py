@@ -113,7 +113,6 @@ class TrainingLoop:
         """Wait for the last step, record it, and agree with all ranks on what to do; returns the progress with its results."""
         self.stepper.finish()
         state = self.poll()
-        self.stepper.check_compilations(state)
         guard = self.stepper.guard
         return replace(progress, seconds=state.trained_seconds, skipped=guard.skipped, health=guard.health)
 

@@ -80,7 +80,6 @@ class Stepper:
             batches = self.run.data.train.step(progress.samples)
         waited = time.perf_counter() - began if self._note_finish() else 0.0
         result = self.engine.train_step(batches, lr, progress.step, self._check_interrupt(len(batches)))
-        self.control.compilations.agree()
         reduction = self.control.send(result)
         if self.verifier:
             self.verifier.after_step(batches[0])
@@ -94,7 +93,6 @@ class Stepper:
         self._queued = QueuedStep(progress, result, reduction, measured, len(batches), waited, began, finished)
         if state is None:
             return progress
-        self.check_compilations(state)
         return replace(progress, seconds=state.trained_seconds)
 
     def _note_finish(self) -> bool:
@@ -201,9 +199,3 @@ class Stepper:
         if self.run.meter:
             self.run.meter.step(number, step.progress.samples, row, expert_tokens)
         self.guard.check(number, loss, grad_norm, skipped, searching)
-
-    def check_compilations(self, state: ControlState) -> None:
-        """HpclmError on every rank if one can no longer compile code that others can."""
-        if state.compiled_unlike:
-            self.saver.wait()  # the pending save is good
-            raise self.control.compilations.error()

@@ -12,7 +12,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpclm import config
-from hpclm import engine as engines
 from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
@@ -24,7 +23,7 @@ from hpclm.engine import base, matrix_exchange, models, native
 from hpclm.engine.matrix_exchange import MatrixExchange
 from hpclm.model import dropout, gpt, loss, stack
 from hpclm.model.attention import scores
-from hpclm.model.compiled import Compilation, compile_layers
+from hpclm.model.compiled import compiled
 from hpclm.optim import muon
 from hpclm.optim.adamw import AdamW
 from hpclm.optim.muon import Muon
@@ -93,8 +92,7 @@ def test_on_a_gpu_flash_attention_is_tried_only_where_it_can_do_what_the_model_a
     assert ("with FlashAttention" in ways) == (not more) and ways[-1] == "uncompiled, with plain attention"
 
 
-def test_flash_attention_is_tried_compiled_and_uncompiled(monkeypatch):
-    monkeypatch.setattr(engines, "missing_compiler", lambda: None)
+def test_flash_attention_is_tried_compiled_and_uncompiled():
     ways = dict(self_check._ways(settings(LLAMA).for_engine(), torch.device("cuda")))
     assert list(ways) == [
         *("as set", "with FlashAttention", "uncompiled", "uncompiled, with FlashAttention"),
@@ -149,8 +147,8 @@ def test_muon_passes_as_it_is_set(shape, own, dtype, kind, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
 def test_a_compiler_that_is_wrong_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(loss, "Compilation", partial(Compilation, backend="eager"))
-    monkeypatch.setattr(stack, "compile_layers", partial(compile_layers, backend=compiled_wrongly))
+    monkeypatch.setattr(loss, "compiled", partial(compiled, backend="eager"))
+    monkeypatch.setattr(stack, "compiled", partial(compiled, backend=compiled_wrongly))
     result, report = checked(tmp_path, compile=True)
     assert report["way"] == "uncompiled" and result.settings.engine.compile is False
     assert (

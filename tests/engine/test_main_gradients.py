@@ -32,7 +32,7 @@ def gradients(words, in_place, traced=False):
         from torch._dynamo.testing import CompileCounterWithBackend
 
         counter = CompileCounterWithBackend("aot_eager")
-        stack.compile_layers = lambda layers, whole, axes: compiled.compile_layers(layers, whole, counter)
+        stack.compiled = lambda function, whole: compiled.compiled(function, whole, counter)
     for module in (native, sharded_optimizer):
         module.adds_in_place = lambda *_: in_place
         module.native_model = partial(model, traced)

@@ -1,4 +1,4 @@
-"""Blocks that are compiled: one graph for all of them, in every layout; what they do where compiling fails."""
+"""Blocks that are compiled: one graph for all of them, in every layout; errors of the compiler."""
 
 import getpass
 import os
@@ -14,6 +14,7 @@ import torch
 
 from hpclm import config
 from hpclm import engine as engines
+from hpclm.base.errors import HpclmError
 from hpclm.model import compiled, loss, stack
 from hpclm.model.attention import layout
 from hpclm.model.stack import Stack
@@ -24,7 +25,7 @@ from tests.engine import sharded
 from tests.parity import STYLES, TINY
 from tests.runs import ROOT, hpclm
 
-CUDA = torch.device("cuda")  # only named here
+CPU = torch.device("cpu")
 
 
 def graphs(words):
@@ -35,21 +36,17 @@ def graphs(words):
     plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
     counter, whole = CompileCounterWithBackend("aot_eager"), []
 
-    def compile_layers(layers, asked, axes):
+    def traced(function, asked):
         whole.append(asked)
-        return compiled.compile_layers(layers, asked, counter)
+        return compiled.compiled(function, asked, counter)
 
-    before, stack.compile_layers = stack.compile_layers, compile_layers
+    before, stack.compiled = stack.compiled, traced
     run, engine, batches, _ = sharded.made(words)
     engine.model.compile_blocks()
-    stack.compile_layers = before
+    stack.compiled = before
     found = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
-    assert whole == [True] and engine.model.compilation.works
+    assert all(whole) and engine.model.compilation.layers
     return plain, found, counter.frame_count
-
-
-def blocks(engine):
-    return [layer for name, layer in engine.model.layers.items() if name.startswith("block")]
 
 
 WORDS = ["engine.precision=fp32", "batch.micro_size=2", "model.layers=2"]
@@ -124,52 +121,36 @@ def broken_backward(graph, inputs):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's own look at its tensors
 @pytest.mark.parametrize("backend", [broken, broken_backward])
-def test_blocks_that_cannot_be_compiled_run_as_they_are_and_the_log_says_so_once(backend, caplog):
+def test_an_error_of_the_compiler_names_the_setting_that_avoids_it(backend, monkeypatch):
+    monkeypatch.setattr(stack, "compiled", partial(compiled.compiled, backend=backend))
     run, engine, batches, _ = sharded.made(WORDS)
-    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 1)]
-
-    run, engine, batches, _ = sharded.made(WORDS)
-    compiled.compile_layers(blocks(engine), True, backend)
-    assert [result.loss for result in sharded.steps(run, engine, batches, 0, 1)] == plain
-    [said] = [record.getMessage() for record in caplog.records if record.name == "hpclm.model.compiled"]
-    assert "no kernels today" in said and "engine.compile=false" in said
+    engine.model.compile_blocks()
+    with pytest.raises(HpclmError, match=r"no kernels today\nset engine.compile=false") as caught:
+        sharded.steps(run, engine, batches, 0, 1)
+    assert str(caught.value).startswith("torch.compile failed: ")
+    assert "no kernels today" in compiled.problem(CPU, backend)
 
 
-def test_a_function_that_cannot_be_compiled_runs_as_it_is_and_the_log_says_so_once(caplog):
-    def doubled(x):
-        return 2 * x
-
-    attempt = compiled.Compilation("doubled runs", broken).of(doubled, lambda x: x + x)
-    assert [attempt(torch.ones(())).item() for _ in range(2)] == [2, 2]
-    [said] = [record.getMessage() for record in caplog.records if record.name == "hpclm.model.compiled"]
-    assert "doubled runs uncompiled" in said and "no kernels today" in said
-
-
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning:torch", "ignore:The .grad attribute"
-)  # what the compiler imports
-def test_a_run_whose_compiler_fails_goes_on_uncompiled(monkeypatch, caplog):
-    """As on a GPU for which Triton finds no linker, or no driver."""
-    run, engine, batches, _ = sharded.made(WORDS)
-    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 2)]
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: broken(graph, inputs))
-    run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
-    assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
-    assert caplog.text.count("no kernels today") == 2  # blocks, loss
-    assert not engine.model.compilation.works  # FlexAttention would be slower than a dense mask
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")
-def test_a_run_without_a_folder_for_compiled_code_goes_on_uncompiled(tmp_path, monkeypatch, caplog):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # what the compiler imports
+def test_without_a_folder_for_compiled_code_nothing_can_be_compiled(tmp_path, monkeypatch):
     """As where /tmp became full, or was mounted read-only, after the process had chosen it."""
-    run, engine, batches, _ = sharded.made(WORDS)
-    plain = [result.loss for result in sharded.steps(run, engine, batches, 0, 2)]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", environment.NOWHERE)  # as after a failure before
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    run, engine, batches, _ = sharded.made([*WORDS, "engine.compile=true"])
-    assert [result.loss for result in sharded.steps(run, engine, batches, 0, 2)] == plain
-    assert caplog.text.count(f"no folder for compiled code can be made: {tmp_path}/gone: No such file") == 2
-    assert not engine.model.compilation.works
+    assert compiled.problem(CPU).startswith(f"no folder for compiled code can be made: {tmp_path}/gone: No such file")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_without_a_compiler_nothing_can_be_compiled(tmp_path, monkeypatch):
+    from torch._inductor import config as inductor
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor, "compile_threads", 1)
+    assert compiled.problem(CPU) == ""
+    torch.compiler.reset()
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "/nowhere/g++"))
+    assert "/nowhere/g++" in compiled.problem(CPU) or "C++" in compiled.problem(CPU)
 
 
 DOCUMENTS = [
@@ -209,46 +190,37 @@ def documents(engine, batches, steps, train=True):
 @pytest.mark.whole
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute")
 def test_nothing_is_compiled_again_whatever_the_documents_of_200_steps(monkeypatch):
-    monkeypatch.setattr(stack, "compile_layers", partial(compiled.compile_layers, backend="aot_eager"))
-    monkeypatch.setattr(loss, "Compilation", partial(compiled.Compilation, backend="aot_eager"))
+    for module in (stack, loss):
+        monkeypatch.setattr(module, "compiled", partial(compiled.compiled, backend="aot_eager"))
     _, engine, batches, _ = sharded.made([*WORDS, *DOCUMENTS, "engine.compile=true"])
     _, graphs = documents(engine, batches, 200)
-    assert engine.model.compilation.works and graphs[-1] == graphs[2] > graphs[0]
+    assert engine.model.compilation.layers and graphs[-1] == graphs[2] > graphs[0]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", broken], ids=["compiled", "broken"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute")
-def test_in_blocks_that_are_not_compiled_flex_attention_is_compiled_alone_once(backend, monkeypatch, caplog):
+def test_in_blocks_that_are_not_compiled_flex_attention_is_compiled_alone_once(monkeypatch):
     """Forward only: on CPUs PyTorch's FlexAttention has no backward pass."""
     words = [*WORDS, *DOCUMENTS]
     _, engine, batches, _ = sharded.made(words)
     plain, _ = documents(engine, batches, 6, train=False)
     monkeypatch.setattr(layout, "flexible", lambda config, able, device, masked: able and masked)  # as on a GPU
-    monkeypatch.setattr(compiled, "Compilation", partial(compiled.Compilation, backend=backend))
+    monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend="aot_eager"))
+    monkeypatch.setattr(engines, "compiles_attention", lambda run, device: run.engine.compile is None)
     _, engine, batches, _ = sharded.made(words)
     found, graphs = documents(engine, batches, 6, train=False)
     assert found == pytest.approx(plain, abs=1e-5)
-    if backend is broken:
-        assert caplog.text.count("torch.compile failed, so attention runs uncompiled") == 1
-    else:
-        assert graphs[-1] == graphs[1] > graphs[0]
+    assert graphs[-1] == graphs[1] > graphs[0]
     _, engine, batches, _ = sharded.made([*words, "engine.compile=false"])
-    assert not engine.model.compilation.compiles_attention
+    assert not engine.model.compilation.may_compile_attention
 
 
-class Doubled(torch.nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
-def test_a_block_that_has_met_too_many_shapes_runs_as_it_is(monkeypatch, caplog):
-    layer = Doubled()
+def test_a_function_of_too_many_shapes_is_an_error(monkeypatch):
     monkeypatch.setattr(compiled, "VARIANTS", 2)
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    compilation = compiled.compile_layers([layer], True, "eager")
-    for length in range(1, 5):
-        assert layer(torch.ones(length)).tolist() == [2] * length
-    assert "torch.compile failed" in caplog.text and not compilation.works
+    doubled = compiled.compiled(lambda x: 2 * x, backend="eager")
+    with pytest.raises(HpclmError, match=r"torch.compile failed: .*\n.*engine.compile=false"):
+        for length in range(1, 5):
+            assert doubled(torch.ones(length)).tolist() == [2] * length
 
 
 @pytest.mark.parametrize(
@@ -266,19 +238,9 @@ def test_a_block_that_has_met_too_many_shapes_runs_as_it_is(monkeypatch, caplog)
     ],
 )
 def test_blocks_are_compiled_on_gpus_unless_something_speaks_against_it(words, device, wanted, why, monkeypatch):
-    monkeypatch.setattr(engines, "missing_compiler", lambda: None)
     run = config.load(None, [word for word in [*TINY, *words] if word != "engine.device=cpu"])
     found, reason = engines.compiles(run.for_engine(), torch.device(device))
     assert found == wanted and (why in reason if why else reason is None)
-
-
-def test_without_a_compiler_gpus_run_uncompiled_and_the_log_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    run = config.load(None, [word for word in TINY if word != "engine.device=cpu"])
-    caplog.set_level("INFO")
-    monkeypatch.setattr(engines, "engine_class", lambda *_: lambda *_: None)  # there is no GPU to build it on
-    engines.build(run.for_engine(), Compute(CUDA, torch.float32))
-    assert "torch.compile is off: it needs a C++ compiler on the PATH" in caplog.text
 
 
 def test_an_engine_learns_whether_it_is_to_compile(monkeypatch):
@@ -292,14 +254,13 @@ def test_an_engine_learns_whether_it_is_to_compile(monkeypatch):
 
 COMPILE = """
 import torch
-from hpclm.model.compiled import Compilation
-compiled = Compilation("x").of(lambda x: (x.sin() + 1).cos(), None)
-print(compiled(torch.ones(3)))
+from hpclm.model.compiled import compiled
+print(compiled(lambda x: (x.sin() + 1).cos())(torch.ones(3)))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(engines.missing_compiler() is not None, reason="no C++ compiler, or no Python.h")
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_code_is_not_compiled_in_the_folder_that_another_user_made_where_pytorch_would_compile(tmp_path):
     tmp_path.chmod(0o1777)
     foreign = tmp_path / f"torchinductor_{getpass.getuser()}"
@@ -315,7 +276,7 @@ def test_code_is_not_compiled_in_the_folder_that_another_user_made_where_pytorch
 
 @pytest.mark.whole
 @pytest.mark.slow
-@pytest.mark.skipif(engines.missing_compiler() is not None, reason="no C++ compiler, or no Python.h")
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_an_attempt_uses_what_the_one_before_has_compiled_on_this_machine(tiny, tmp_path):
     words, told = tiny("run", "engine.compile=true", "budget.steps=4"), []
     tmp_path.chmod(0o700)

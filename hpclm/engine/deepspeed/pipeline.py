@@ -104,7 +104,7 @@ class PipelineEngine(WrappedEngine):
         parts = stages(config, specs, compute)
         model = stack_of(config, compute, parts[mesh.pp.rank], place_on(compute))
         if config.engine.compile:
-            model.compile_blocks(whole=False, replicas=mesh.dp)  # DeepSpeed's hooks break graphs
+            model.compile_blocks(whole=False)  # DeepSpeed's hooks break graphs
         first = {name: holders[0] for name, holders in owners(parts).items() if mesh.pp.rank in holders}
         weights = [
             ShardedParameter(name, p, model.placements[name], duplicate=first[name.split(".")[0]] != mesh.pp.rank)

@@ -37,7 +37,7 @@ def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
             if is_own(layer) or (engine.compile and name in blocks and not engine.offload_folder):
                 set_z3_leaf_module(layer, True)
     if engine.compile:
-        model.compile_blocks(whole=False, replicas=compute.mesh.dp)  # DeepSpeed's hooks break graphs
+        model.compile_blocks(whole=False)  # DeepSpeed's hooks break graphs
     return model
 
 

@@ -14,7 +14,7 @@ from hpclm.config import ModelConfig
 from hpclm.config.layer import Layer
 from hpclm.config.rope import RopeConfig
 from hpclm.model.attention.backend import flexible
-from hpclm.model.compiled import StackCompilation, failures
+from hpclm.model.compiled import StackCompilation
 from hpclm.model.context import Flex, LayerContext
 from hpclm.model.position import POSITIONS, rotary, rotary_rates
 from hpclm.parallel.mesh import Axis
@@ -92,7 +92,7 @@ class Layouts:
             window = None if layer.window is None or layer.window >= length else layer.window
             view = shared._replace(cos=cos, sin=sin, window=window)
             if self._is_flexible(device, view):
-                run = None if self.compilation.works else self.compilation.attention_alone
+                run = None if self.compilation.layers else self.compilation.attention_alone
                 flex = Flex(masks(window), slopes, None if part is None else part.places, run)
                 view = view._replace(flex=flex)
             views[kind] = view
@@ -107,16 +107,16 @@ class Layouts:
     def _starts(self, length: int, documents: Tensor | None) -> tuple[int, ...] | None:
         """For each block of rows, the first column of its documents. None on a GPU, even a simulated one, which would wait; None in
         compiled layers, which would be recompiled for other numbers."""
-        if documents is None or documents.is_cuda or torch.cuda.is_available() or self.compilation.works:
+        if documents is None or documents.is_cuda or torch.cuda.is_available() or self.compilation.layers:
             return None
         return block_starts(documents, [begin for begin, _ in row_blocks(pieces(self.cp, length), ROWS_PER_BLOCK)])
 
     def _is_flexible(self, device: torch.device, view: LayerContext) -> bool:
         """Whether FlexAttention computes a kind of layer."""
         # uncompiled, scaled_dot_product_attention computes parts of sequences piece by piece
-        alone = self.compilation.compiles_attention and (not view.plain or view.part is None)
+        alone = self.compilation.may_compile_attention and (not view.plain or view.part is None)
         masked = not view.plain or view.part is not None
-        return flexible(self.config, self.compilation.works or alone, device, masked)
+        return flexible(self.config, self.compilation.layers or alone, device, masked)
 
     def _block_mask(
         self,
@@ -171,11 +171,6 @@ def block_mask(
 
     create: Any = create_block_mask
     sequences = None if documents is None else len(documents)
-    make = partial(create, allowed, sequences, None, length if rows is None else len(rows), length, device=device)
-    if device.type != "cuda":
-        return make()
-    try:
-        # uncompiled, create_block_mask evaluates the mask as a [B, T, T] tensor
-        return make(_compile=True)
-    except failures():  # blocks then cannot be compiled either, and the next micro-batch uses no FlexAttention
-        return make()
+    # uncompiled, create_block_mask evaluates the mask as a [B, T, T] tensor
+    compiled = {"_compile": True} if device.type == "cuda" else {}
+    return create(allowed, sequences, None, length if rows is None else len(rows), length, device=device, **compiled)

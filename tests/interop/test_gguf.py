@@ -282,6 +282,21 @@ def test_the_end_of_documents_is_named_before_those_of_answers_and_no_more_than_
         vocabulary.keys(RunText(text.tokenizer, {}, True, 257, (4, 5), ()), None, None)
 
 
+@pytest.mark.parametrize("more", [3, 0], ids=["padded", "full"])
+def test_without_an_end_of_documents_no_text_ends_at_a_comma_unless_a_warning_says_so(more, tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("the river, the house, the light\n" * 99)
+    words = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "t.json"), "--vocab-size", "300"]
+    assert cli.main(["train-tokenizer", *words]) == 0
+    tokenizer = tokenizers.build_tokenizer("json", [str(tmp_path / "t.json")])
+    tokenizer.eod = None
+    size = tokenizer.size + more
+    keys = vocabulary.keys(RunText(tokenizer, {"eos_token_id": None}, False, size), None, None)
+    if more:
+        assert keys["ggml.eos_token_id"] == size - 1 and keys["ggml.tokens"][-1] == f"[PAD{size - 1}]"
+    else:
+        assert "ggml.eos_token_id" not in keys and "ends a text at a token of its own choice" in caplog.text
+
+
 def pre_tokenizer(pattern):
     split = dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
     return dict(type="Sequence", pretokenizers=[split, dict(BYTES, use_regex=False)])

@@ -109,6 +109,15 @@ def _special(text: RunText) -> Keys:
     further = [token_text(text.tokenizer, id) or str(id) for id in ends[len(ENDS) :]]
     if further:
         log.warning("a GGUF file names up to %d tokens that end a text; left out: %s", len(ENDS), ", ".join(further))
+    if not ends:
+        # llama.cpp would take its default, a comma in byte-level BPEs
+        if text.vocabulary > text.tokenizer.size:
+            token_ids["eos_token_id"] = text.vocabulary - 1
+        else:
+            log.warning(
+                "the tokenizer has no end-of-document token, so llama.cpp ends a text at a token of its own choice, such as a comma; give "
+                "llama-cli --ignore-eos, or preprocess with --eod and train again"
+            )
     flags = {"add_bos_token": bool(text.before), "add_eos_token": bool(text.after)}
     return {name: id for name, id in token_ids.items() if id is not None} | flags
 

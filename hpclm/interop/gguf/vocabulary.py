@@ -115,7 +115,7 @@ def _special(text: RunText) -> Keys:
             token_ids["eos_token_id"] = text.vocabulary - 1
         else:
             log.warning(
-                "the tokenizer has no end-of-document token, so llama.cpp ends a text at a token of its own choice, such as a comma; give "
+                "the tokenizer has no end-of-document token, so llama.cpp ends a text at its default token, such as a comma; give "
                 "llama-cli --ignore-eos, or preprocess with --eod and train again"
             )
     flags = {"add_bos_token": bool(text.before), "add_eos_token": bool(text.after)}

@@ -9,7 +9,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import EngineSettings
 from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.config.supports import Supports, with_feature
-from hpclm.model.own_block import comparable
+from hpclm.model.own_block import KeptValues, comparable
 from hpclm.model.weights import stacked_experts
 from hpclm.optim import maker
 from hpclm.optim.user_optimizer import UserOptimizer
@@ -61,38 +61,18 @@ def _dividing(config: EngineSettings, can: Supports | None, sharded: bool) -> It
         yield f"engine.name={engine.name} engine.zero_stage={stage}"
 
 
-class OptimizerAttributes:
-    """Values that a user's optimizer keeps outside of its state and its parameter groups; a resumed run would lack them."""
+class OptimizerAttributes(KeptValues):
+    """Values that a user's optimizer keeps outside of its state and its parameter groups."""
 
     def __init__(self, optimizer: UserOptimizer):
+        super().__init__()
         self.optimizer = optimizer.inner
-        self.values: dict[str, Any] = {}
-        """Values by attribute, after the first step."""
 
-    def begin(self) -> None:
-        """Record the values after the first step, when optimizers have computed their constants."""
-        self.values = self._current()
-
-    def changed(self) -> list[str]:
-        """Names of attributes that have changed since the first step."""
-        now = self._current()
-        return sorted(f"{type(self.optimizer).__name__}.{name}" for name in now if now[name] != self.values.get(name))
-
-    def _current(self) -> dict[str, list[Any]]:
+    def current(self) -> dict[str, Any]:
+        """The attributes that every optimizer does not have."""
         optimizer = self.optimizer
-        others = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {*getattr(optimizer, "transient", ())}
+        left_out = vars(torch.optim.SGD([torch.zeros(1)])).keys() | {*getattr(optimizer, "transient", ())}
+        # optimizers inside this one may share its state
         saved = {id(optimizer.state), *map(id, optimizer.state.values()), *map(id, optimizer.param_groups)}
-        return {name: list(_leaves(value, saved)) for name, value in vars(optimizer).items() if name not in others}
-
-
-def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
-    """The values in an attribute, also of the optimizers and collections in it, for comparison. ``seen``: objects to leave out."""
-    inside = isinstance(value, (dict, list, tuple, set, torch.optim.Optimizer))
-    if not inside:
-        yield comparable(value)
-    elif id(value) not in seen:
-        seen = seen | {id(value)}
-        if isinstance(value, torch.optim.Optimizer):
-            value = [value.state, value.param_groups]
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(entry, seen)
+        mine = {name: value for name, value in vars(optimizer).items() if name not in left_out}
+        return {f"{type(optimizer).__name__}.{name}": comparable(value, saved) for name, value in mine.items()}

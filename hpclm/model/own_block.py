@@ -10,8 +10,9 @@
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -110,24 +111,35 @@ def is_own(layer: nn.Module) -> bool:
     return "hpclm_state" in vars(layer)
 
 
-class BlockState:
-    """State that user-defined blocks keep besides weights; a resumed run would lack it."""
+class KeptValues(ABC):
+    """Values that a user's code keeps and no checkpoint has; a resumed run would lack them."""
 
-    def __init__(self, model: nn.Module):
-        self.blocks = [module for module in model.modules() if is_own(module)]
+    def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         """Values by name, after the first step."""
 
+    @abstractmethod
+    def current(self) -> dict[str, Any]:
+        """The values now, by name, for comparison."""
+
     def begin(self) -> None:
-        """Record the state after the first step, when blocks have computed their constants."""
-        self.values = self._current()
+        """Record the values after the first step, when constants have been computed."""
+        self.values = self.current()
 
     def changed(self) -> list[str]:
         """Names of values that have changed since the first step."""
-        now = self._current()
-        return sorted(name for name in now.keys() & self.values if differ(self.values[name], now[name]))
+        now = self.current()
+        return sorted(name for name in now.keys() & self.values if _differ(self.values[name], now[name]))
 
-    def _current(self) -> dict[str, Any]:
+
+class BlockState(KeptValues):
+    """State that user-defined blocks keep besides weights."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.blocks = [module for module in model.modules() if is_own(module)]
+
+    def current(self) -> dict[str, Any]:
         """Buffers, and attributes that may be state, by name."""
         values = {}
         for block in self.blocks:
@@ -154,8 +166,13 @@ def _names(module: nn.Module) -> set[str]:
     return (vars(module).keys() - vars(nn.Module()).keys()) | dict(module.named_buffers(recurse=False)).keys()
 
 
-def comparable(value: Any) -> Any:
-    """A representation of ``value`` for comparison; None for activations and for objects that are not state."""
+def comparable(value: Any, saved: Container[int] = ()) -> Any:
+    """A representation of ``value`` for comparison; None for activations, for objects that are not state, and for those whose ids are
+    ``saved``."""
+    if id(value) in saved:
+        return None
+    if isinstance(value, torch.optim.Optimizer):
+        value = [value.state, value.param_groups]
     if isinstance(value, Tensor):
         if value.requires_grad:
             return None
@@ -169,18 +186,19 @@ def comparable(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return _digest(value)
     if isinstance(value, dict):
-        return {repr(key): comparable(entry) for key, entry in value.items()}
+        named = {id(key) if isinstance(key, Tensor) else repr(key): entry for key, entry in value.items()}
+        return {name: comparable(entry, saved) for name, entry in named.items()}
     if isinstance(value, (list, tuple, deque)):
-        return [comparable(entry) for entry in value]
+        return [comparable(entry, saved) for entry in value]
     if isinstance(value, (bool, int, float, set)):
         return repr(value)
     return None
 
 
-def differ(before: Any, now: Any) -> bool:
+def _differ(before: Any, now: Any) -> bool:
     """Whether a value has changed; a dictionary may gain entries, as a cache does."""
     if isinstance(before, dict) and isinstance(now, dict):
-        return any(differ(before[key], now[key]) for key in before.keys() & now.keys())
+        return any(_differ(before[key], now[key]) for key in before.keys() & now.keys())
     return bool(before != now)
 
 

@@ -6,33 +6,12 @@ Needs no PyTorch. A matrix is [A, B].
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
-Where = Literal["weight", "matrix", "everywhere"]
 Settings = Any
 """An OptimConfig. It cannot be imported here, because its definition uses this table."""
 Placement = Any
 """A weight's hpclm.parallel.placement.Placement: its shape, its dimensions and its use."""
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A tensor in fp32 that an optimizer keeps for a weight."""
-
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-    where: Where = "weight"
-    """weight: a tensor with the weight's shape, split and replicated in the same way. matrix: a tensor of any shape, whole on the
-    process that updates the matrix. everywhere: a tensor of any shape, equal on every process that holds a part of the weight."""
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return 4 * prod(self.shape)
-
-
-State = Mapping[str, StateTensor]
-"""The optimizer's name of a tensor -> the tensor."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +33,8 @@ class OptimizerKind:
     """module:name of the function that constructs it from (weights, optim)."""
     summary: str
     """For the documentation of optim.name."""
-    state: Callable[[Placement, Settings], State]
-    """The tensors of a weight's state, which checkpoints store as ``optim.TENSOR.WEIGHT``."""
+    state: Callable[[Placement], Sequence[str]]
+    """The names of the tensors in a weight's state, in fp32 and of its shape; checkpoints store them as ``optim.TENSOR.WEIGHT``."""
     matrices: Callable[[Placement], bool] | None = None
     """Whether one process updates a weight as a whole matrix; None: False for every weight."""
     cost: Callable[[Settings, Sequence[tuple[int, int]]], MatrixCost] = lambda optim, parts: MatrixCost()
@@ -71,19 +50,14 @@ class OptimizerKind:
     offloaded: bool = False
     """Whether it updates weights in CPU memory, and needs engine.offload."""
 
-    def bytes_per_parameter(self, optim: Settings, placement: Placement) -> int:
-        """Bytes of state with the weight's shape per parameter of a weight."""
-        return 4 * len(tensors_held(self.state(placement, optim)))
+    def bytes_per_parameter(self, placement: Placement) -> int:
+        """Bytes of state per parameter of a weight."""
+        return 4 * len(self.state(placement))
 
 
-def tensors_held(state: State, where: Where = "weight") -> dict[str, StateTensor]:
-    """The tensors of ``state`` with this value of ``where``."""
-    return {name: tensor for name, tensor in state.items() if tensor.where == where}
-
-
-def like_weight(*names: str) -> Callable[[Placement, Settings], State]:
-    """The state of an optimizer that keeps these tensors, each with the weight's shape."""
-    return lambda placement, optim: dict.fromkeys(names, StateTensor(placement.shape))
+def moments(placement: Placement) -> Sequence[str]:
+    """Adam's moments."""
+    return ("exp_avg", "exp_avg_sq")
 
 
 def hidden_matrix(placement: Placement) -> bool:
@@ -95,9 +69,9 @@ def hidden_matrix(placement: Placement) -> bool:
     return bool(placement.dimensions == 2 and placement.use == "hidden")
 
 
-def momentum(placement: Placement, optim: Settings) -> State:
+def momentum(placement: Placement) -> Sequence[str]:
     """Muon's momentum for the blocks' matrices, and Adam's moments for the other weights."""
-    return (MOMENTUM if hidden_matrix(placement) else MOMENTS)(placement, optim)
+    return ("momentum_buffer",) if hidden_matrix(placement) else moments(placement)
 
 
 def newton_schulz(optim: Settings, parts: Sequence[tuple[int, int]]) -> MatrixCost:
@@ -111,19 +85,17 @@ def newton_schulz(optim: Settings, parts: Sequence[tuple[int, int]]) -> MatrixCo
     return MatrixCost(flops, element, element * 2 * (values + max(a for a, _ in small) ** 2))
 
 
-MOMENTS = like_weight("exp_avg", "exp_avg_sq")
-MOMENTUM = like_weight("momentum_buffer")
 ADAM = ("betas", "eps")
 MUON = ("momentum", "nesterov", "newton_schulz_steps", "newton_schulz_type", "adjust", "split")
 OPTIMIZERS = {
-    "adamw": OptimizerKind("hpclm.optim.adamw:fused_adamw", "PyTorch's AdamW", MOMENTS, settings=ADAM),
+    "adamw": OptimizerKind("hpclm.optim.adamw:fused_adamw", "PyTorch's AdamW", moments, settings=ADAM),
     "apex_adam": OptimizerKind(
-        "hpclm.optim.adamw:apex_adam", "NVIDIA apex's", MOMENTS, settings=ADAM, reference="adamw"
+        "hpclm.optim.adamw:apex_adam", "NVIDIA apex's", moments, settings=ADAM, reference="adamw"
     ),
     "cpu_adam": OptimizerKind(
         "hpclm.engine.deepspeed.library:cpu_adam",
         "DeepSpeed's, for offloading",
-        MOMENTS,
+        moments,
         settings=ADAM,
         reference="adamw",
         offloaded=True,
@@ -143,7 +115,7 @@ OPTIMIZERS = {
 
 READ_BY_SOME = tuple(dict.fromkeys(name for kind in OPTIMIZERS.values() for name in kind.settings))
 """Settings under ``optim`` that not every optimizer reads."""
-OF_USERS = OptimizerKind("", "of your own", MOMENTS, family="")
+OF_USERS = OptimizerKind("", "of your own", moments, family="")
 """A user's own optimizer before its import. Its state is assumed to be AdamW's."""
 
 

@@ -26,7 +26,6 @@ from hpclm.diagnostics.samples import (
     EPS,
     Samples,
     TensorSample,
-    matrix_samples,
     sample,
     sample_of,
     update_samples,
@@ -40,7 +39,7 @@ from hpclm.model.layers import ColumnLinear, RowLinear
 from hpclm.model.stack import Stages
 from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import kind_of
-from hpclm.parallel.collectives import all_gather_objects, all_reduce
+from hpclm.parallel.collectives import all_reduce
 from hpclm.parallel.mesh import SINGLE, Compute
 from hpclm.parallel.micro_batch import MicroBatch
 
@@ -279,9 +278,6 @@ class MiniatureRun:
                 weight.parameter.grad = gradient
             update(optimizer, one, 0.0, 1.0, torch.zeros_like(one))
             outcomes |= update_samples(number, before, state, weights, mesh)
-            # in the run, another process may work on a matrix
-            for theirs in all_gather_objects(matrix_samples(number, state, weights), mesh.tp if plain else SINGLE):
-                outcomes |= theirs
         return outcomes
 
     def _whole(self, weight: ShardedParameter, values: Tensor) -> Tensor:
@@ -355,7 +351,7 @@ def measured(engine: BaseEngine, batches: list[MicroBatch], plain: bool = False)
             routed = int(routers.counts.sum())
         scalars.append({f"{what} of step {number}": sample(value) for what, value in numbers.items()})
         if not plain:
-            outcomes |= update_samples(number, before, state, weights, mesh) | matrix_samples(number, state, weights)
+            outcomes |= update_samples(number, before, state, weights, mesh)
             before = weight_samples(state, weights, mesh)
     hook.remove()
     first = gradients[0]

@@ -82,18 +82,9 @@ def update_samples(
         first, values, _ = sample_of(held, state.values(weight), mesh)
         rounding = ROUNDINGS * float(values.norm())
         results[f"change of {name} by update {number}"] = TensorSample(first, values - before[name].values, rounding)
-        for key in state.names(weight, "weight"):
+        for key in state.names(weight):
             results[f"{key} of {name} {after}"] = sample_of(held, state.values(weight, key), mesh)
     return results
-
-
-def matrix_samples(number: int, state: TrainingState, weights: Sequence[ShardedParameter]) -> dict[str, TensorSample]:
-    """The optimizer's state, after update ``number``, of the whole matrices that this process works on."""
-    return {
-        f"{key} of {weight.name} after update {number}": sample(state.values(weight, key))
-        for weight in weights
-        for key in state.names(weight, "matrix")
-    }
 
 
 @dataclass(frozen=True)

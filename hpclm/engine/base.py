@@ -317,7 +317,7 @@ class BaseEngine:
         """The values that this process saves and reads."""
         local_parts = [self.state.local_part(weight) for weight in self.weights]
         # the fp32 weight and its optimizer state
-        bytes_each = 4 + self.state.kind.bytes_per_parameter(self.config.optim, Placement((1, 1)))
+        bytes_each = 4 + self.state.kind.bytes_per_parameter(Placement((1, 1)))
         return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
 
     def tensors(self) -> Iterator[Shard]:

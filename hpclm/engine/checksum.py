@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hpclm.config.optimizers import Where
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.state import TrainingState
+from hpclm.engine.state import TrainingState, Where
 
 MIN_PIECE_VALUES = 1 << 18  # a tensor of this size or more is a separate piece; smaller ones are concatenated
 

@@ -6,16 +6,15 @@ A checkpoint names a weight ``model.NAME``, and the optimizer's tensors for it `
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import State, StateTensor, Where, tensors_held
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
@@ -30,8 +29,31 @@ SET_EVERY_STEP = ("params", "lr")
 """Entries of a parameter group that the engine sets in every step."""
 
 
+Where = Literal["weight", "matrix", "everywhere"]
+
+
 class UnsavableStateError(ConfigError):
     """The optimizer keeps state that a checkpoint would leave out."""
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor in fp32 that an optimizer keeps for a weight."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    where: Where = "weight"
+    """weight: a tensor with the weight's shape, split and replicated in the same way. matrix: a tensor of any shape, whole on the
+    process that updates the matrix. everywhere: a tensor of any shape, equal on every process, each of which holds the whole weight."""
+
+
+State = Mapping[str, StateTensor]
+"""The optimizer's name of a tensor -> the tensor."""
+
+
+def tensors_held(state: State, where: Where = "weight") -> dict[str, StateTensor]:
+    """The tensors of ``state`` with this value of ``where``."""
+    return {name: tensor for name, tensor in state.items() if tensor.where == where}
 
 
 class TrainingState:
@@ -66,7 +88,7 @@ class TrainingState:
     def declared(self, weight: ShardedParameter) -> State:
         """The tensors that the optimizer keeps of a weight; for a user's optimizer, those that it keeps now."""
         if not self.users:
-            return self.kind.state(weight.placement, self.optim)
+            return dict.fromkeys(self.kind.state(weight.placement), StateTensor(weight.shape))
         shapes = tensor_shapes(self.optimizer.state.get(weight.parameter, {}))
         if self.is_matrix(weight):
             return {name: StateTensor(shape, "matrix") for name, shape in shapes.items()}

@@ -91,7 +91,7 @@ def costs(
     """Whether products accumulate into the fp32 gradients, so that the embedding needs no gradient per micro-batch."""
     optim = optim or OptimConfig()
     kind = optimizer.kind(optim)
-    of_block = kind.bytes_per_parameter(optim, HIDDEN)
+    of_block = kind.bytes_per_parameter(HIDDEN)
     # a compiled loss computes the gradient of unsplit logits in one pass; other losses also store log-probabilities in fp32
     if engine.compile:
         logit = 2 * element + (4 if parallel.tensor > 1 else 0)
@@ -99,8 +99,8 @@ def costs(
         logit = 8 + (cast if parallel.tensor == 1 else 0)
     common = EngineCosts(
         optimizer=BytesPerParameter(of_block),
-        outside=kind.bytes_per_parameter(optim, EMBEDDING) - of_block,
-        of_experts=kind.bytes_per_parameter(optim, EXPERTS) - of_block,
+        outside=kind.bytes_per_parameter(EMBEDDING) - of_block,
+        of_experts=kind.bytes_per_parameter(EXPERTS) - of_block,
         optim=optim,
         gathered=BytesPerParameter(cast),
         element=element,

@@ -1,18 +1,16 @@
-"""What an optimizer costs a GPU of a stage if it updates whole matrices, or keeps state that is not divided like the weights.
+"""What an optimizer costs a GPU of a stage if it updates whole matrices.
 
 The optimizer's row in OPTIMIZERS gives the cost per matrix. hpclm.engine.matrix_exchange divides the matrices: in a round, each of the
 data x tensor processes of a stage works on one matrix. A x B is a matrix, with A the smaller of its sides.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 from hpclm.config import ModelConfig, OptimConfig
-from hpclm.config.optimizers import StateTensor, tensors_held
 from hpclm.model import weights
 from hpclm.model.weights import Weight
-from hpclm.parallel.placement import Placement
 from hpclm.planning import optimizer
 from hpclm.planning.layout import Layout, Stage, ends
 
@@ -31,8 +29,6 @@ class ExchangeCost:
     """Bytes sent to processes with other parts of the same matrices, and to processes with the same parts."""
     memory: float = 0.0
     """Bytes during the largest round."""
-    state: float = 0.0
-    """Bytes of optimizer state not divided like its weight: the state of the matrices that a GPU works on."""
 
 
 def matrices(model: ModelConfig, stage: Stage) -> list[Matrix]:
@@ -55,11 +51,6 @@ def _of_blocks(model: ModelConfig, stage: Stage, stacked: bool) -> Iterator[Matr
                 yield f"block0.{name}", weight
 
 
-def one(weight: Weight) -> Placement:
-    """The placement of a matrix; for a stack of experts' weights, of a stack with one expert."""
-    return replace(weight.placement, shape=(1, *weight.shape[-2:])) if weight.stack else weight.placement
-
-
 def values(weight: Weight) -> int:
     """The number of values in a matrix."""
     return prod(weight.shape[-2:])
@@ -79,14 +70,12 @@ def exchange(model: ModelConfig, layout: Layout, optim: OptimConfig, zero: int, 
         rest.flops + own.flops,
         rest.sent + own.sent,
         max(rest.memory, own.memory),
-        rest.state + own.state,
     )
 
 
 def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int) -> ExchangeCost:
     """The cost of the weights ``every`` for a GPU. ``layout``: the layout of these weights."""
     kind = optimizer.kind(optim)
-    state = {name: kind.state(one(weight), optim) for name, weight in dict(every).items()}
     every = [(name, weight) for name, weight in every if kind.matrices and kind.matrices(weight.placement)]
     if not every:
         return ExchangeCost()
@@ -105,17 +94,8 @@ def _exchange(every: list[Matrix], layout: Layout, optim: OptimConfig, zero: int
     # the gathered pieces, the matrix, and intermediate results
     working = element * (1 + (holders > 1)) * largest + costs[name].scratch
     moved = max(sum(values(weight) for _, weight in some) for some in rounds) / holders
-    kept = [
-        sum(_bytes(tensors_held(state[some[slot][0]], "matrix").values()) for some in rounds if slot < len(some))
-        for slot in range(size)
-    ]
     return ExchangeCost(
         flops=sum(max(costs[name].flops for name, _ in some) for some in rounds),
         sent=element * (gathered + of_each * (copies - 1) / copies),
         memory=element * moved + max(UPDATING * largest / holders, working),
-        state=max(kept),
     )
-
-
-def _bytes(tensors: Iterable[StateTensor]) -> int:
-    return sum(tensor.bytes for tensor in tensors)

@@ -93,7 +93,6 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     prefetched = costs.gathered.sharded * largest
     prefetched += stage.last * table * costs.table / 2 * (model.tied or costs.working > 0)
     matrices = exchange(model, layout, costs.optim, costs.zero, stage)
-    optimizer += matrices.state
     updating = costs.gathered.replicated * weight_count + costs.buckets + matrices.memory
     held, copied, scored = max(
         (held + of_loss, copied + stage.last * table * costs.table * several, logits),

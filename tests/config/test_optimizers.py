@@ -24,17 +24,17 @@ def test_parts_of_a_matrix_cost_less_alone_than_as_stored():
 
 
 def test_state_and_settings_are_those_of_each_optimizer():
-    assert {name: kind.bytes_per_parameter(OptimConfig(), MATRIX) for name, kind in OPTIMIZERS.items()} == {
+    assert {name: kind.bytes_per_parameter(MATRIX) for name, kind in OPTIMIZERS.items()} == {
         **dict.fromkeys(("adamw", "apex_adam", "cpu_adam"), 8),
         "muon": 4,
     }
     muon = OPTIMIZERS["muon"]
-    assert [
-        muon.bytes_per_parameter(OptimConfig(), weight)
-        for weight in (Placement((2,)), Placement((2, 2), use="embedding"))
-    ] == [8, 8]
-    assert muon.bytes_per_parameter(OptimConfig(), Placement((4, 2, 2), stacked=True)) == 4
-    assert muon.bytes_per_parameter(OptimConfig(), Placement((4, 2), stacked=True)) == 8
+    assert [muon.bytes_per_parameter(weight) for weight in (Placement((2,)), Placement((2, 2), use="embedding"))] == [
+        8,
+        8,
+    ]
+    assert muon.bytes_per_parameter(Placement((4, 2, 2), stacked=True)) == 4
+    assert muon.bytes_per_parameter(Placement((4, 2), stacked=True)) == 8
     assert readers("momentum") == ["muon"] and readers("eps") == [*OPTIMIZERS] and readers("lr") == []
     assert optimizers_with("nesterov") == "optim.name=muon|own"
     assert {kind.reference for kind in OPTIMIZERS.values()} == {None, "adamw"} and row("my:O").family == ""

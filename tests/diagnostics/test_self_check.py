@@ -15,7 +15,6 @@ from hpclm import config
 from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import staging
 from hpclm.config import ClusterConfig, ParallelConfig
-from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.diagnostics import known_numbers, self_check
 from hpclm.diagnostics.known_numbers import lost_matrices
 from hpclm.distributed.context import single
@@ -34,7 +33,6 @@ from tests import ranks
 from tests.engine import sharded
 from tests.engine.test_native import LLAMA, SHAPES, settings
 from tests.forks import hpclm
-from tests.optim import declared
 from tests.parity import TINY, TYPES
 
 CPU = torch.device("cpu")
@@ -331,41 +329,15 @@ def test_a_wrong_update_of_muon_ends_the_run(where, what, fault, message, kind, 
         checked(tmp_path, optim=own)
 
 
-def diagonal(optimizer, number, gradient):
-    """Leaves what is kept of a matrix's side without its first row."""
-    direction = right_direction(optimizer, number, gradient)
-    optimizer.state[optimizer.matrices[number].parameter]["left"][0] = 0.0
-    return direction
-
-
-right_direction = declared.Declared.direction
-DECLARED = {
-    "nothing": (declared.Declared, "direction", right_direction, None),
-    "matrix": (declared.Declared, "direction", diagonal, "left of block.* after update|change of block"),
-}
-
-
-@pytest.mark.parametrize("where, what, fault, message", DECLARED.values(), ids=DECLARED.keys())
-def test_an_optimizer_that_the_check_has_never_heard_of_is_checked(where, what, fault, message, tmp_path, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "muon", declared.KIND)
-    run_only(monkeypatch, where, what, fault)
-    if message is None:
-        _, report = checked(tmp_path, optim=dict(name="muon"))
-        assert (report["way"], report["problems"]) == ("as set", [])
-        return
-    with pytest.raises(HpclmError, match=f"(?s)self-check failed in every mode.*({message})"):
-        checked(tmp_path, optim=dict(name="muon"))
-
-
 TWO = {
     "fsdp2-muon": ["engine.name=fsdp2", "optim.name=muon", "engine.precision=bf16"],
-    "zero1-declared": ["engine.zero_stage=1", "optim.name=muon", "engine.precision=fp32"],
-    "tensor-declared": ["parallel.tensor=2", "optim.name=muon", "engine.precision=fp32"],
+    "zero1-muon": ["engine.zero_stage=1", "optim.name=muon", "engine.precision=fp32"],
+    "tensor-muon": ["parallel.tensor=2", "optim.name=muon", "engine.precision=fp32"],
 }
 """Layouts of two ranks."""
 ON_ONE_RANK = {
     "fsdp2-muon": (Muon, "_update", without_nesterov),
-    "zero1-declared": (declared.Declared, "direction", diagonal),
+    "zero1-muon": (Muon, "_update", without_nesterov),
 }
 """Faults that only the second rank has."""
 
@@ -376,7 +348,6 @@ def on_two_ranks(folder):
     rank, said, faulty = torch.distributed.get_rank(), {}, {}
     *_, context = sharded.made(TWO["fsdp2-muon"])
     for name, words in TWO.items():
-        OPTIMIZERS["muon"] = declared.KIND if name.endswith("declared") else OPTIMIZERS["muon"]
         run = config.load(None, [*TINY, *words, "cluster.self_check=true", f"out={folder}"])
         compute = Compute(CPU, TYPES[run.engine.precision], Mesh.build(rank, 2, run.parallel))
         said[name] = self_check.check_computation(run, context, compute) and json.loads(

@@ -11,7 +11,7 @@ import torch
 from hpclm import engine as engines
 from hpclm.base.errors import ConfigError
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
-from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind, like_weight
+from hpclm.config.optimizers import OPTIMIZERS, OptimizerKind
 from hpclm.data.batches import Batches
 from hpclm.data.synthetic import synthetic
 from hpclm.model import count
@@ -340,7 +340,7 @@ def test_an_optimizers_state_is_saved_under_the_names_that_it_gives_it(monkeypat
     kept = OptimizerKind(
         f"{__name__}:mixed",
         "",
-        lambda placement, _: like_weight("momentum_buffer" if placement.dimensions > 1 else "exp_avg")(placement, _),
+        lambda placement: ["momentum_buffer" if placement.dimensions > 1 else "exp_avg"],
     )
     monkeypatch.setitem(OPTIMIZERS, "adamw", kept)
     config = settings(GPT2)

@@ -1,6 +1,7 @@
 """An optimizer of the user's own trains, is saved and resumed in every layout that it can train in, and the others are refused by name."""
 
 import json
+from math import prod
 
 import pytest
 import torch
@@ -434,9 +435,23 @@ def test_numbers_and_tensors_of_any_shape_are_resumed(name, tmp_path):
     assert parts[0] + parts[1] == alone
 
 
-def test_tensors_of_any_shape_of_gathered_matrices_go_to_any_layout(tmp_path):
-    words = [*named("Factored"), "optim.lr=1e-2"]
-    goes_through(tmp_path, words, [(4, ["engine.zero_stage=1", "parallel.tensor=2"]), (3, ["engine.name=fsdp2"])])
+def test_tensors_of_any_shape_of_gathered_matrices_are_saved_once_and_go_to_any_layout(tmp_path):
+    layouts = [(4, ["engine.zero_stage=1", "parallel.tensor=2"]), (3, ["engine.name=fsdp2"]), (2, PIPELINE)]
+    goes_through(tmp_path, [*named("Factored"), "optim.lr=1e-2"], layouts)
+    manifests = [json.loads(path.read_text()) for path in tmp_path.glob("moved/step-*/MANIFEST.json")]
+    assert len(manifests) == len(layouts) + 1
+    for tensors in (manifest["tensors"] for manifest in manifests):
+        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+        wanted = {}
+        for name, (rows, *columns) in shapes.items():
+            weight = name.removeprefix("model.")
+            if name != weight and columns:
+                wanted |= {f"optim.rows.{weight}": (rows, 1), f"optim.columns.{weight}": (*columns,)}
+            elif name != weight:
+                wanted[f"optim.square.{weight}"] = (rows,)
+        assert wanted == {name: shape for name, shape in shapes.items() if name.startswith("optim.")}
+        saved = {name: sum(prod(part["size"]) for part in entry["parts"]) for name, entry in tensors.items()}
+        assert saved == {name: prod(shape) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("name, lr", [("Lamb", 1e-2), ("torch.optim:Adafactor", 1e-2), ("Noisy", 0.3)])

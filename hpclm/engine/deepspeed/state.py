@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import OptimConfig
-from hpclm.config.optimizers import State, StateTensor, Where, tensors_held
 from hpclm.engine import SavedState
 from hpclm.engine.save_plan import SavePlan
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.state import TrainingState, state_shapes, tensor_shapes
+from hpclm.engine.state import State, StateTensor, TrainingState, Where, state_shapes, tensor_shapes, tensors_held
 from hpclm.optim.adamw import set_state
 from hpclm.optim.user_optimizer import UserOptimizer
 from hpclm.parallel.mesh import Axis, Mesh
@@ -74,13 +73,12 @@ class PartitionedState(TrainingState, ABC):
 
     def declared(self, weight: ShardedParameter) -> State:
         """The tensors that the optimizer keeps of a weight."""
-        return self._kept(self.key(weight), weight.placement) if self.users else super().declared(weight)
+        return self._kept(self.key(weight), weight.placement)
 
     def _kept(self, flat: Tensor, placement: Placement) -> State:
         """The tensors that the optimizer keeps of a partition, as those of a weight."""
-        if not self.users:
-            return self.kind.state(placement, self.optim)
-        return dict.fromkeys(tensor_shapes(self.optimizer.state.get(flat, {})), StateTensor(placement.shape))
+        kept = tensor_shapes(self.optimizer.state.get(flat, {})) if self.users else self.kind.state(placement)
+        return dict.fromkeys(kept, StateTensor(placement.shape))
 
     def names(self, weight: ShardedParameter, where: Where = "weight") -> list[str]:
         """Names of the tensors that the optimizer keeps of a weight; empty before the first update."""
@@ -108,7 +106,7 @@ class PartitionedState(TrainingState, ABC):
         """Zero the state, tensors of these ``names`` for a user's optimizer, and set the step count to ``steps`` in all partitions; DeepSpeed
         itself links only the state of the first."""
         for flat in self.flat:
-            declared = names if self.users else self.kind.state(Placement(tuple(flat.shape)), self.optim)
+            declared = names if self.users else self.kind.state(Placement(tuple(flat.shape)))
             self.begin_partition(flat, steps, declared)
 
     def begin_partition(self, flat: Tensor, steps: int, names: Collection[str]) -> None:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from hpclm.base import files
 from hpclm.base.errors import ConfigError, unread
-from hpclm.config import OptimConfig
 from hpclm.config.optimizers import OPTIMIZERS
 from hpclm.interop.megatron import experts
 from hpclm.interop.megatron.layout import NO_WEIGHTS, MegatronState
@@ -46,7 +45,7 @@ IGNORED = re.compile(r"torch\.distributed\.(checkpoint|_shard)(\.\w+)*|megatron(
 STACKED = re.compile(r"((?:encoder|transformer|decoder)\.layers)\.(?!\d)(.+)")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 NO_TENSORS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state")
-MOMENTS = tuple(OPTIMIZERS["adamw"].state(Placement(()), OptimConfig()))
+MOMENTS = OPTIMIZERS["adamw"].state(Placement(()))
 MAX_LAYER_TENSORS = 1 << 20  # limit on tensors of single layers; the largest networks have thousands
 
 Shape = tuple[int, ...]

@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_ids(self) -> Mapping[int, str]:
-        """The names of the ids that stand for no text: special tokens and the unknown token. Optional for user-defined classes."""
+        """Ids that are not text, with their names: special tokens and the unknown token. Optional for user-defined classes."""
         ...
 
     def encode(self, text: str) -> list[int]:

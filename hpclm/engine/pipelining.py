@@ -125,7 +125,7 @@ class PipeliningEngine(BaseEngine):
     def finish_backward(self) -> None:
         """Sum the gradients over the replicas, then over the two tied embeddings, which thereby get the same bits."""
         super().finish_backward()
-        # with a sharded optimizer, both ends have cut their bucket alike, and each process has the sums of its shard
+        # with a sharded optimizer, both ends divide their bucket at the same places, and each process has the sums of its shard
         summed = [self.shards.summed(p) if self.shards else p.grad for p in self.tied]
         all_reduce_in_place([gradients for gradients in summed if gradients is not None], self.ends)
 

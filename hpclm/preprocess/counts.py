@@ -1,4 +1,4 @@
-"""What became of the texts of a dataset, beside its tokens: counted in worker processes, summed, and stored in PREFIX.json."""
+"""Counts of a dataset besides its tokens: text left out, special tokens in the text. Workers count, PREFIX.json stores the sums."""
 
 from collections import Counter
 from dataclasses import dataclass, field, fields

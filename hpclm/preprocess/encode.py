@@ -236,7 +236,7 @@ def _counts(ids: NDArray, texts: list[str], job: EncodeJob) -> Counts:
 
 @cache
 def _special(job: EncodeJob) -> tuple[dict[int, str], bool]:
-    """The names of the ids that stand for no text, and whether the tokens of a text do not restore its line ends."""
+    """Ids that are not text, with their names, and whether the tokens of a text do not restore its line ends."""
     tokenizer = tokenizer_of(job)
     names = dict(getattr(tokenizer, "special_ids", {}))
     if tokenizer.eod is not None and job.append_eod:

@@ -24,8 +24,6 @@ from hpclm.interop.shell import Flag
 
 CHANGES_RESULTS = ("model", "data", "batch", "budget", "optim", "scaler", "engine", "parallel", "seed")
 """Sections of settings that change a run's results."""
-MEANINGFUL = ("initial weights", "what needs an option that is refused", "other networks, inference and export")
-"""Groups of options.yaml that matter for a run started by hpclm."""
 HARMLESS = (LEFT_OUT, "it follows", "options of")
 DEFAULT = "{}'s default"
 TOKENIZERS = {
@@ -141,12 +139,10 @@ def _translate(project: str, flags: Sequence[Flag]) -> Translation:
 def _unknown(result: Translation, flag: Flag, name: str) -> None:
     """Record an option without a row; hpclm may still know that it does not change results."""
     plain = name.removeprefix("no_").removeprefix("disable_")
-    for group, names in options.GROUPS["without_effect"].items():
-        prefixes = tuple(one.rstrip("*") for one in names.split() if one.endswith("*"))
-        if group not in MEANINGFUL and (plain in names.split() or plain.startswith(prefixes or ("\0",))):
-            result.left_out.append(f"{flag.text}: changes no results ({group})")
-            return
-    why = "hpclm does not have it" if options.is_classified(plain) else "hpclm does not know this option"
+    if options.is_without_effect(plain):
+        result.left_out.append(f"{flag.text}: changes no results")
+        return
+    why = "hpclm does not have it" if options.is_known(plain) else "hpclm does not know this option"
     result.ask(f"{flag.text}: {why}")
 
 

@@ -105,7 +105,7 @@ def test_a_script_becomes_settings_with_the_option_beside_each_and_unknown_ones_
         "  dropout: 0.1  # Megatron's default\n",
         "  betas: [0.9,0.95]  # --adam-beta2 0.95\n",
         "#   --max-position-embeddings 4096: model.context is set by --seq-length 2048\n",
-        "#   --attention-backend auto: changes no results (kernels and rounding)\n",
+        "#   --attention-backend auto: changes no results\n",
     ):
         assert line in rest, line
     assert "--foo" not in text and "nproc" not in text

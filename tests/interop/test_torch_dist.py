@@ -226,6 +226,19 @@ def change_metadata(folder, change):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def test_a_chunk_that_is_not_there_is_refused(tmp_path):
+    name = "optimizer.state.fp32_param.decoder.layers.mlp.linear_fc1.bias"
+    checkpoint(tmp_path / "iter", SHAPE, ARGS)
+    held = (tmp_path / "iter/.metadata").read_bytes()
+    metadata = pickle.loads(held)
+    metadata.storage_data.pop(next(index for index in metadata.storage_data if index.fqn == name))
+    (tmp_path / "iter/.metadata").write_bytes(pickle.dumps(metadata))
+    refused(tmp_path, r"iter/\*\.distcp is not a torch\.save file")
+    (tmp_path / "iter/.metadata").write_bytes(held)
+    change_metadata(tmp_path / "iter", lambda tensors: tensors[name].chunks.pop())
+    refused(tmp_path, r"block\d+\.mlp\.up\.bias: values are not finite")
+
+
 def test_a_small_index_of_something_huge_is_refused_at_once(tmp_path):
     key = "decoder.layers.mlp.linear_fc1.weight"
 
@@ -243,8 +256,8 @@ def test_a_small_index_of_something_huge_is_refused_at_once(tmp_path):
         tensors[key].size = torch.Size((1 << 30, 0, 0))
 
     for name, change, answer in (
-        ("deep", deeper, r"the chunks of .* hold \d+ of"),
-        ("wide", wider, r"a chunk of \d+ values in"),
+        ("deep", deeper, r"describes \d+ bytes of tensors, but the files have \d+"),
+        ("wide", wider, r"describes \d+ bytes of tensors, but the files have \d+"),
         ("hollow", hollow, "describes 10737418"),
     ):
         checkpoint(tmp_path / name / "iter", SHAPE, ARGS)

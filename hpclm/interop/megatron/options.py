@@ -1,5 +1,7 @@
 """Classification of Megatron's options by options.yaml: read, checked, or known to have no effect. Other options must not be set."""
 
+import fnmatch
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,20 @@ from hpclm.base import files
 from hpclm.base.errors import ConfigError
 from hpclm.interop.pickles import StandIn
 
-GROUPS: dict[str, Any] = yaml.safe_load(files.read_text(Path(__file__).with_name("options.yaml")))
 KINDS = ("network", "training", "experts")
+GROUPS: dict[str, Any] = yaml.safe_load(files.read_text(Path(__file__).with_name("options.yaml")))
 READ = {name for kind in KINDS for name in GROUPS[kind].split()}
-CHECKED = {name for kind in KINDS for name in (*GROUPS[f"{kind}_values"], *GROUPS[f"{kind}_unset"].split())}
-WITHOUT_EFFECT = {name for names in GROUPS["without_effect"].values() for name in names.split()}
-PREFIXES = tuple(name.rstrip("*") for name in WITHOUT_EFFECT if name.endswith("*"))
+CHECKED = {*GROUPS["network_values"], *GROUPS["training_values"]}
+CHECKED |= {name for kind in KINDS for name in GROUPS[f"{kind}_unset"].split()}
+
+
+def _pattern(*groups: str) -> re.Pattern[str]:
+    texts = " ".join(GROUPS[group] for group in groups).split()
+    return re.compile("|".join(fnmatch.translate(text) for text in texts))
+
+
+WITHOUT_EFFECT = _pattern("without_effect", "experts_without_effect")
+NOT_IMPORTED = _pattern("initial_weights", "of_other_networks")
 
 
 def plain(value: Any) -> Any:
@@ -45,18 +55,25 @@ def experts(args: Namespace) -> int:
     return count
 
 
-def is_classified(name: str) -> bool:
+def is_without_effect(name: str) -> bool:
+    """Whether the option ``name`` changes neither a network nor its training."""
+    return name not in READ | CHECKED and WITHOUT_EFFECT.fullmatch(name) is not None
+
+
+def is_known(name: str) -> bool:
     """Whether the option ``name`` is in one of the groups."""
-    return name in READ | CHECKED | WITHOUT_EFFECT or name.startswith(PREFIXES)
+    return name in READ | CHECKED or is_without_effect(name) or NOT_IMPORTED.fullmatch(name) is not None
 
 
 def of_network(args: Namespace) -> Iterator[str]:
     """Reasons why hpclm does not support the network; an unknown option may change it."""
+    has_experts = experts(args) > 0
     yield from _wrong(args, "network")
-    if experts(args):
-        yield from _wrong(args, "experts")
+    if has_experts:
+        yield from _unset(args, "experts")
     for name, value in vars(args).items():
-        if not is_classified(name) and plain(value):
+        without_effect = is_known(name) or (name.startswith("moe_") and not has_experts)
+        if plain(value) and not without_effect:
             yield (
                 f"{name}={plain(value)}: hpclm does not know this option; if it changes neither the network nor its training, give "
                 f"--ignore {name}"
@@ -73,6 +90,10 @@ def _wrong(args: Namespace, kind: str) -> Iterator[str]:
         value = plain(getattr(args, name, None))
         if value is not None and value not in supported:
             yield f"{name}={value}, but hpclm supports {' or '.join(str(other) for other in supported if other is not None)}"
+    yield from _unset(args, kind)
+
+
+def _unset(args: Namespace, kind: str) -> Iterator[str]:
     for name in GROUPS[f"{kind}_unset"].split():
         value = plain(getattr(args, name, None))
         if value:

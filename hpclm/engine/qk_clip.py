@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from hpclm.engine.sharded_parameter import ShardedParameter, rectangles
-from hpclm.model.attention.latent import LatentAttention
-from hpclm.model.attention.layer import Attention
+from hpclm.model.attention.layer import SoftmaxAttention
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce_max
 from hpclm.parallel.mesh import Mesh
-
-MIXERS = (Attention, LatentAttention)
 
 
 class QKClip:
@@ -27,7 +24,7 @@ class QKClip:
     def __init__(self, stacks: Sequence[Stack], weights: Sequence[ShardedParameter], mesh: Mesh, limit: float):
         heads = stacks[0].config.attention.heads // mesh.tp.size
         named = [(name, layer) for stack in stacks for name, layer in stack.named_modules()]
-        layers = {name.removeprefix("layers."): layer for name, layer in named if isinstance(layer, MIXERS)}
+        layers = {name.removeprefix("layers."): layer for name, layer in named if isinstance(layer, SoftmaxAttention)}
         self.mesh = mesh
         self.limit = limit
         self.largest = torch.empty(len(layers), heads, device=weights[0].parameter.device)

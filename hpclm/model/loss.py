@@ -29,34 +29,20 @@ def nll_and_gradient(
     logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """[n, V] logits, [n] labels and weights -> the weighted losses [n] in fp32; the gradient [n, V] of losses and z-losses, in the
-    logits' type; and the weighted z-losses [n], or None.
+    logits' type; and the weighted z-losses [n], or None. May change the logits in place.
 
-    A z-loss is ``z_loss`` x (log of the softmax's normaliser)^2 (Chowdhery et al. 2022). Entries from ``vocab`` on are padding and get no probability. Written without scatter, so that torch.compile fuses it into one pass
-    that never holds [n, V] in fp32.
+    A z-loss is ``z_loss`` x (log of the softmax's normaliser)^2 (Chowdhery et al. 2022). Entries from ``vocab`` on are padding and get no
+    probability.
     """
+    # compiled, operations on entries are fused into one pass that never holds [n, V] in fp32; in place, they would not be
+    compiling = torch.compiler.is_compiling()
     entry = torch.arange(logits.shape[-1], device=logits.device)
+    if vocab < logits.shape[-1]:
+        if compiling:
+            logits = logits.masked_fill(entry >= vocab, -torch.inf)
+        else:
+            logits[:, vocab:] = -torch.inf
     # fp32: the normaliser sums tens of thousands of terms, which exceeds bf16's precision
-    scores = logits.float()
-    if vocab < logits.shape[-1]:
-        scores = scores.masked_fill(entry >= vocab, -torch.inf)
-    log_p = F.log_softmax(scores, -1)
-    target = log_p.gather(-1, labels[:, None])[:, 0]
-    p = log_p.exp()
-    penalties = None
-    if z_loss:
-        z = scores.gather(-1, labels[:, None])[:, 0] - target
-        p = p * (1 + 2 * z_loss * z)[:, None]
-        penalties = z_loss * z.square() * weights
-    hit = (entry == labels[:, None]).float()
-    return -target * weights, ((p - hit) * weights[:, None]).to(logits.dtype), penalties
-
-
-def nll_and_gradient_in_place(
-    logits: Tensor, labels: Tensor, weights: Tensor, vocab: int, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """nll_and_gradient() for eager mode: in place, with fewer passes over memory."""
-    if vocab < logits.shape[-1]:
-        logits[:, vocab:] = -torch.inf
     log_p = F.log_softmax(logits, -1, dtype=torch.float32)
     target = log_p.gather(-1, labels[:, None])[:, 0]
     factors = weights
@@ -66,7 +52,10 @@ def nll_and_gradient_in_place(
         factors = weights * (1 + 2 * z_loss * z)
         penalties = z_loss * z.square() * weights
     gradient = log_p.exp_().mul_(factors[:, None])
-    gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
+    if compiling:
+        gradient = gradient - (entry == labels[:, None]) * weights[:, None]
+    else:
+        gradient.scatter_add_(-1, labels[:, None], -weights[:, None])
     return -target * weights, gradient.to(logits.dtype), penalties
 
 
@@ -186,11 +175,11 @@ class TokenLoss:
         self.chunk = chunk
         self.backward = backward
         self.z_loss = z_loss
-        self.whole: ChunkMath = nll_and_gradient_in_place
+        self.whole: ChunkMath = nll_and_gradient
         self.split: ChunkMath = split_nll_and_gradient
         if compile:
-            self.whole = compiled(nll_and_gradient)
-            self.split = compiled(split_nll_and_gradient)
+            self.whole = compiled(self.whole)
+            self.split = compiled(self.split)
         if z_loss:
             self.whole = partial(self.whole, z_loss=z_loss)
             self.split = partial(self.split, z_loss=z_loss)

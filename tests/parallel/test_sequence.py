@@ -77,7 +77,7 @@ def test_the_rows_of_a_part_see_what_they_see_of_the_whole(length, positions, wi
     how = Scores(0.3)
 
     def context(axis):
-        layouts = Layouts(config, torch.float32, config.blocks, (SINGLE, axis), StackCompilation(()))
+        layouts = Layouts(config, torch.float32, config.blocks, (SINGLE, axis), StackCompilation())
         return layouts.of(MicroBatch(torch.zeros(2, length // axis.size), documents=documents))[config.blocks[0]]
 
     whole = blocked(q, k, v, how, context(SINGLE))

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from hpclm.config import ModelConfig
 from hpclm.config.attention import AttentionConfig
-from hpclm.model.attention.scores import Scores, core, largest_scores
+from hpclm.model.attention.layer import SoftmaxAttention
 from hpclm.model.context import LayerContext
-from hpclm.model.init import TensorParallelModule
 from hpclm.model.layers import ColumnLinear, Norm, RowLinear, WholeLinear
 from hpclm.model.position import rotate
 from hpclm.model.weights import Table
@@ -20,11 +19,8 @@ from hpclm.parallel.collectives import gather
 from hpclm.parallel.mesh import Axis
 
 
-class LatentAttention(TensorParallelModule):
+class LatentAttention(SoftmaxAttention):
     """[t, B, C] -> [t, B, C]."""
-
-    largest: Tensor | None = None
-    """[H] fp32: running maximum of each head's scores in training, for QK-clip; None: not measured."""
 
     def __init__(
         self,
@@ -36,15 +32,12 @@ class LatentAttention(TensorParallelModule):
         tp: Axis,
     ):
         """``table``: of weights.latent_attention()."""
-        super().__init__(tp)
+        super().__init__(mixer, recompute_core, tp)
         latent = mixer.latent
         self.rank = latent.kv_rank
         self.sizes = config.head_dim, latent.rope_dim
         self.width = config.head_width
         self.value_width = config.value_width
-        self.how = Scores(mixer.score_scale, mixer.score_cap)
-        self.dropout = mixer.dropout
-        self.recompute_core = recompute_core
         parts = table.parts
         self.q_a: WholeLinear | None = None
         self.q_norm: Norm | None = None
@@ -73,16 +66,10 @@ class LatentAttention(TensorParallelModule):
             latent = kept[..., : self.rank]
             shared = kept[..., None, self.rank :]
         k, v = self._keys_and_values(latent, shared)
-        if self.largest is not None and self.training:
-            keys = k if context.part is None else context.part.whole(k.detach())
-            now = largest_scores(q.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), self.how.scale, context)
-            self.largest.copy_(torch.maximum(self.largest, now))
-        how = self.how._replace(dropout=self.dropout if self.training else 0.0)
-        again = self.recompute_core and self.training
-        return self.out(core(q, k, v, context, how, again))
+        return self.out(self.attended(q, k, v, context))
 
     def clip_factors(self, largest: Tensor, limit: float) -> dict[str, Tensor]:
-        """See Attention.clip_factors(). The key with positions is shared, so its queries take the whole factor (Kimi Team 2025, section
+        """See SoftmaxAttention. The key with positions is shared, so its queries take the whole factor (Kimi Team 2025, section
         2.1)."""
         factors = torch.where(largest > limit, limit / largest, 1.0)[..., None]
         plain, turned = self.sizes

@@ -159,50 +159,50 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, how: Scores = PLAIN, context: Layer
     how = how._replace(scale=1.0)
     recompute = k.shape[2] > MAX_SAVED_CONTEXT and torch.is_grad_enabled()
     out = []
-    for number, ((begin, end), rows) in enumerate(_by_blocks(q, k, context)):
-        columns = slice(_first(number, begin, context), end)
+    for rows, begin, columns in _by_blocks(q, k, context):
         given = (rows, k[:, :, columns], v[:, :, columns], begin, how, context)
         out.append(checkpoint(_rows, *given, use_reentrant=False) if recompute else _rows(*given))
     return torch.cat(out, 2)
 
 
-def _by_blocks(q: Tensor, k: Tensor, context: LayerContext) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Begin and end of each block of at most ROWS_PER_BLOCK rows, with its queries."""
+def _by_blocks(q: Tensor, k: Tensor, context: LayerContext) -> Iterator[tuple[Tensor, int, slice]]:
+    """The queries of each block of at most ROWS_PER_BLOCK rows, the first row, and the columns up to the last row that any of them
+    attends to. The first column is rounded down to a multiple of ROWS_PER_BLOCK."""
     pieces = ((k.shape[2] - q.shape[2], k.shape[2]),) if context.part is None else context.part.pieces
     blocks = list(row_blocks(pieces, ROWS_PER_BLOCK))
-    return zip(blocks, q.split([end - begin for begin, end in blocks], 2), strict=True)
-
-
-def _first(number: int, begin: int, context: LayerContext) -> int:
-    """The first column that row block ``number``, which starts at ``begin``, attends to; rounded down to a multiple of ROWS_PER_BLOCK."""
-    first = 0
-    if context.starts:
-        first = context.starts[number]
-    if context.window is not None:
-        first = max(first, begin + 1 - context.window)
-    return first // ROWS_PER_BLOCK * ROWS_PER_BLOCK
+    for number, (rows, (begin, end)) in enumerate(zip(q.split([b - a for a, b in blocks], 2), blocks, strict=True)):
+        first = context.starts[number] if context.starts else 0
+        if context.window is not None:
+            first = max(first, begin + 1 - context.window)
+        yield rows, begin, slice(first // ROWS_PER_BLOCK * ROWS_PER_BLOCK, end)
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, begin: int, how: Scores, context: LayerContext) -> Tensor:
     """The output of the rows from ``begin`` on with queries ``q``; ``k`` and ``v`` end with the last of these rows."""
-    end = begin + q.shape[2]
-    first = end - k.shape[2]
     scores = grouped_scores(q, k, how)
-    rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
+    rows, columns = _indices(begin, q, k)
     if context.plain:
         # only the square on the diagonal needs a mask; earlier columns are visible to every row of the block
-        scores[..., begin - first :].masked_fill_(columns[begin - first :] > rows[:, None], -torch.inf)
+        square = slice(k.shape[2] - q.shape[2], None)
+        scores[..., square].masked_fill_(columns[square] > rows, -torch.inf)
         return weighted(scores, v, how)
     if context.slopes is not None:
-        scores = scores + (context.slopes[:, None, None] * (columns - rows[:, None])).to(scores.dtype)
+        scores = scores + (context.slopes[:, None, None] * (columns - rows)).to(scores.dtype)
     return weighted(scores.masked_fill(~_visible(rows, columns, context), -torch.inf), v, how)
+
+
+def _indices(begin: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of the rows [rows, 1] from ``begin`` on, and of the columns [columns], of which the last is the last row."""
+    end = begin + q.shape[2]
+    rows = torch.arange(begin, end, device=q.device)[:, None]
+    return rows, torch.arange(end - k.shape[2], end, device=q.device)
 
 
 def _visible(rows: Tensor, columns: Tensor, context: LayerContext) -> Tensor:
     """[B or 1, 1, rows, columns]: see visible()."""
     documents = context.documents
-    pair = None if documents is None else (documents[:, None, rows, None], documents[:, None, None, columns])
-    return visible(rows[None, None, :, None], columns, context.window, pair)
+    pair = None if documents is None else (documents[:, None, rows], documents[:, None, None, columns])
+    return visible(rows[None, None], columns, context.window, pair)
 
 
 def largest_scores(q: Tensor, k: Tensor, scale: float | None, context: LayerContext) -> Tensor:
@@ -213,13 +213,11 @@ def largest_scores(q: Tensor, k: Tensor, scale: float | None, context: LayerCont
     q = q.detach()
     k = k.detach()
     largest = q.new_full(q.shape[1:2], -torch.inf)
-    for number, ((begin, end), queries) in enumerate(_by_blocks(q, k, context)):
-        first = _first(number, begin, context)
-        rows, columns = (torch.arange(a, end, device=q.device) for a in (begin, first))
-        scores = grouped_scores(queries, k[:, :, first:end], Scores(scale))
-        largest = torch.maximum(
-            largest, scores.masked_fill(~_visible(rows, columns, context), -torch.inf).amax((0, 2, 3))
-        )
+    for queries, begin, columns in _by_blocks(q, k, context):
+        keys = k[:, :, columns]
+        hidden = ~_visible(*_indices(begin, queries, keys), context)
+        scores = grouped_scores(queries, keys, Scores(scale)).masked_fill(hidden, -torch.inf)
+        largest = torch.maximum(largest, scores.amax((0, 2, 3)))
     return largest.float()
 
 

@@ -42,7 +42,7 @@ def gradients(words, in_place, traced=False):
         copy.register_post_accumulate_grad_hook(completed.append)
 
     def looked_at():
-        for weight in getattr(engine, "whole", engine.weights):
+        for weight in engine.shards.whole if hasattr(engine, "shards") else engine.weights:
             found[weight.name] = weight.parameter.grad.clone().numpy()
         return norm()
 

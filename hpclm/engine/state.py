@@ -160,8 +160,7 @@ class TrainingState:
         for name, parameter, declared in owners:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensor = declared.get(key)
-                # the count is saved once for all weights, as optimizer_steps
-                if is_number(value) if self.users else key == "step" and is_count(value):
+                if self._saved_as_number(key, value):
                     continue
                 shape = parameter.shape if tensor is None or tensor.where == "weight" else tensor.shape
                 if tensor is None or not is_like(value, shape):
@@ -175,6 +174,11 @@ class TrainingState:
             for key, value in changed.items():
                 if not (self.saves_groups and is_number(value)):
                     yield f"{key!r} of a parameter group, {described_value(value)}, which its updates change"
+
+    def _saved_as_number(self, key: Any, value: Any) -> bool:
+        if self.users:
+            return isinstance(key, str) and is_number(value)
+        return key == "step" and is_count(value)  # saved once for all weights, as optimizer_steps
 
     def _changed_in_groups(self) -> list[dict[str, Any]]:
         """For each parameter group, the entries that updates have changed."""

@@ -24,10 +24,10 @@ Numbers = Mapping[str, Mapping[str, Any]]
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number that a checkpoint can store."""
+    """Whether ``value`` is a number that a checkpoint can store; not NaN, which no run resumes from."""
     if isinstance(value, Tensor):
-        return value.ndim == 0 and value.dtype in DTYPES.values()
-    return isinstance(value, (int, float))
+        return value.ndim == 0 and value.dtype in DTYPES.values() and not bool(value.isnan())
+    return isinstance(value, (int, float)) and value == value
 
 
 def encoded(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def check_numbers(saved: Any) -> None:
     try:
         for entry in saved.values():
             values = [value for kind in KINDS for value in decoded(entry[kind], torch.device("cpu")).values()]
-            if not all(is_number(value) and value == value for value in values):
+            if not all(is_number(value) for value in values):
                 raise ValueError
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
         raise ConfigError(

@@ -379,6 +379,16 @@ class Named(Odd):
         state["a.b"] = torch.zeros_like(p)
 
 
+class Numbered(Odd):
+    def keep(self, p, state):
+        state[0] = 1.0
+
+
+class NotANumber(Odd):
+    def keep(self, p, state):
+        state["best"] = torch.tensor(torch.nan)
+
+
 class Strided(Odd):
     def keep(self, p, state):
         state["average"] = torch.zeros_like(p).t().contiguous().t()
@@ -402,6 +412,8 @@ class CountsMatrices(WholeLamb):
     [
         (Narrow, [], "'average' of tokens.weight, a tensor of bfloat16 [64, 32]"),
         (Named, [], "'a.b' of tokens.weight, a tensor of float32 [64, 32]"),
+        (Numbered, [], "0 of tokens.weight, the value 1.0"),
+        (NotANumber, [], "'best' of tokens.weight, a tensor of float32 []"),
         (Strided, [], "'average' of tokens.weight, a tensor of float32 [64, 32], which is not contiguous"),
         (CountsMatrices, [], "'updates' of a parameter group, the value "),
     ],

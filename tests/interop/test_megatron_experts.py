@@ -224,12 +224,11 @@ def test_the_optimizers_state_of_experts_is_imported(network, tmp_path):
         assert torch.equal(found[f"optim.exp_avg_sq.{name}"], whole * 3), name
 
 
-def test_optimizer_state_that_older_versions_flattened_is_refused_for_experts(tmp_path):
-    with_optimizer(tmp_path / "iter", "mixtral", flattened)
-    with pytest.raises(
-        ConfigError, match=r"experts\.linear_fc1\.weight has shape .* in the optimizer, but the weight has"
-    ):
-        convert(tmp_path / "iter", tmp_path / "run", "model.vocab_size=96")
+def test_flattened_optimizer_state_of_experts_is_left_out_and_the_weights_are_imported(tmp_path, caplog):
+    drawn = with_optimizer(tmp_path / "iter", "mixtral", flattened)
+    convert(tmp_path / "iter", tmp_path / "run", "model.vocab_multiple=8")
+    assert "only the weights are imported" in caplog.text and "--dist-ckpt-optim-fully-reshardable" in caplog.text
+    same_weights(tmp_path / "run", drawn)
 
 
 REFUSED = {

@@ -31,10 +31,10 @@ BALANCE_TYPES = {*BALANCE, "global_aux_loss"}
 
 
 def of_rank(tensors: Mapping[str, Tensor], args: Namespace | None, rank: int) -> dict[str, Tensor]:
-    """The tensors of a file of expert-parallel rank ``rank``, with those of experts by the numbers of the experts."""
+    """The tensors in a file of expert-parallel rank ``rank``; those of experts under the experts' numbers."""
     count = 0
     if args is not None:
-        count = options.experts(args) // argument(args, "expert_model_parallel_size", default=1)
+        count = options.experts(args) // (argument(args, "expert_model_parallel_size") or 1)
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         one = NUMBERED.fullmatch(name)

@@ -141,7 +141,9 @@ def _ranks(folder: Path) -> MegatronState:
             for (expert, tensor), saved in sorted(ranks.items()):
                 for name, part in experts.of_rank(_tensors(saved[key]), state.args, expert).items():
                     shards.setdefault(name, {}).setdefault(tensor, part)
-            there = {full(name, blocks): [part for _, part in sorted(by.items())] for name, by in shards.items()}
+            there = {
+                full(name, blocks): [part for _, part in sorted(by_rank.items())] for name, by_rank in shards.items()
+            }
             _add(state, {name: parts for name, parts in there.items() if name is not None}, folder)
             numbers = [re.search(r"\blayers\.(\d+)\.", name) for name in shards]
             blocks += max((int(number[1]) for number in numbers if number), default=-1) + 1

@@ -124,8 +124,6 @@ def _unflattened(name: str, stored: Tensor, shape: Shape) -> Tensor:
     """Restore a tensor [blocks along each dimension …, values] that the distributed optimizer of Megatron-core before 0.15 flattened."""
     blocks = stored.shape[:-1]
     fits = len(blocks) == len(shape) and all(n and not whole % n for whole, n in zip(shape, blocks, strict=True))
-    if experts.STACKED.fullmatch(name):  # GroupedMLP flattens transposed matrices
-        fits = False
     if not fits or stored.numel() != math.prod(shape):
         raise ConfigError(f"{name} has shape {list(stored.shape)} in the optimizer, but the weight has {list(shape)}")
     inner = [whole // n for whole, n in zip(shape, blocks, strict=True)]
@@ -148,6 +146,9 @@ def read_torch_dist(folder: Path, weights_only: bool = False) -> MegatronState:
     for key in described:
         named = STATE.fullmatch(key)
         if named and named[2] in shapes:
+            flat = tuple(described[key].size) != shapes[named[2]]
+            if flat and experts.STACKED.fullmatch(named[2]):  # GroupedMLP flattened transposed matrices
+                continue
             kept.setdefault(named[1], {})[named[2]] = key
     common: dict[str, Any] = {}
     if (folder / "common.pt").is_file():

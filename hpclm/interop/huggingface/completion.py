@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import transformers
@@ -93,14 +94,26 @@ def _completed(kind: type[PretrainedConfig], tree: Json) -> dict[str, Any]:
         layers = tree.get(key)
         if isinstance(layers, int) and not 1 <= layers <= MAX_LAYERS:
             raise ConfigError(f"{key}={layers} must be from 1 to {MAX_LAYERS}")
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
     try:
-        return kind.from_dict(copy.deepcopy(dict(tree))).to_dict()
+        with quiet():
+            return kind.from_dict(copy.deepcopy(dict(tree))).to_dict()
     except Exception as error:  # the classes raise any exception
         raise ConfigError(_refusal(kind, tree, error)) from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' log and progress bars below the level of errors."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
     finally:
         transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
 
 
 def _refusal(kind: type[PretrainedConfig], tree: Json, error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from hpclm.base.errors import ConfigError
@@ -52,9 +51,13 @@ def of_network(config: ModelConfig) -> Family:
 def nearest_obstacles(config: ModelConfig, candidates: Sequence[Family] = WRITTEN) -> list[str]:
     """The settings in which the nearest ``candidates`` differ from a network, as "CLASS, CLASS: settings"."""
     obstacles: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for family in candidates:
-        with suppress(ConfigError):
+        try:
             obstacles[family.architecture] = family.differences(config)
+        except ConfigError as error:
+            refused[family.architecture] = error.problems
+    obstacles = obstacles or refused
     fewest = min(map(len, obstacles.values()))
     classes: dict[str, list[str]] = {}
     for architecture, wrong in obstacles.items():

@@ -19,7 +19,7 @@ from hpclm.config.reading import json_object
 from hpclm.data.tokenizers import files_of_run
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
-from hpclm.interop.huggingface import card, custom, families, fp8_blocks, shards, tokenizer
+from hpclm.interop.huggingface import card, custom, families, fp8_blocks, shards, tokenizer, twin
 from hpclm.interop.huggingface.family import Family
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.huggingface.shards import Reader
@@ -202,6 +202,10 @@ def import_folder(folder: Path, target: Path, overrides: list[str], pickle: bool
             tokenizer.keep_special_tokens(staging_dir / "tokenizer", tokens)
         tokenizer.keep_chat(folder, staging_dir / "tokenizer")
         run.save(staging_dir, run.settings_of(target, config, data), weights)
+        try:  # after the shapes of the weights were checked, so that the twin is small
+            twin.prove(family, keys, run.network(settings, []), Prefixed)
+        except ConfigError as error:
+            raise run.located(error, folder / "config.json") from None
     return config
 
 

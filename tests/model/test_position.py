@@ -5,7 +5,6 @@ import torch
 
 from hpclm.config import ModelConfig
 from hpclm.model.attention import layout
-from hpclm.model.attention.layout import block_mask
 from hpclm.model.position import alibi_slopes, frequencies, rotary_rates, sinusoids
 from hpclm.parallel.micro_batch import MicroBatch
 from tests import weights
@@ -50,21 +49,6 @@ def test_embeddings_are_scaled_as_fairseq_does():
 
 def test_alibi_slopes_are_the_papers():
     assert alibi_slopes(8, torch.device("cpu")).tolist() == [2.0**-i for i in range(1, 9)]
-
-
-def test_a_block_mask_that_cannot_be_compiled_is_made_by_eager_operations(monkeypatch):
-    from torch._dynamo.exc import TorchDynamoException
-
-    asked = []
-
-    def create(*_, _compile=False, **__):
-        asked.append(_compile)
-        if _compile:
-            raise TorchDynamoException("no linker")
-        return "mask"
-
-    monkeypatch.setattr("torch.nn.attention.flex_attention.create_block_mask", create)
-    assert block_mask(16, torch.device("cuda")) == "mask" and asked == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

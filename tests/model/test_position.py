@@ -56,6 +56,7 @@ def test_alibi_slopes_are_the_papers():
 def test_alibi_s_block_mask_is_made_again_only_when_the_length_changes(monkeypatch):
     made = []
     monkeypatch.setattr("hpclm.model.attention.layout.flexible", lambda *_: True)
+    monkeypatch.setattr("hpclm.model.compiled.compiled", lambda function: function)
     monkeypatch.setattr(
         "hpclm.model.attention.layout.block_mask",
         lambda length, device, documents, *_: made.append((length, documents)),

@@ -25,6 +25,10 @@ def test_a_published_model_is_proven_by_a_small_one(kind):
     proved(PUBLISHED[kind][0])
 
 
+def test_rotary_parameters_of_a_kind_of_layers_may_be_empty():
+    proved({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {}}})
+
+
 def swapped(family):
     """The class with the rules of gate and up projection swapped."""
 

@@ -37,8 +37,6 @@ def read_qwen3_moe(tree: Keys) -> dict[str, Any]:
     dense = tree["mlp_only_layers"]
     if step < 1:
         raise ConfigError(f"decoder_sparse_step={step} must be a whole number of at least 1")
-    if any(type(layer) is not int for layer in dense):
-        raise ConfigError(f"mlp_only_layers={dense} must be a list of numbers of layers")
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(tree["num_hidden_layers"])]
     return llama.read_windowed(tree, llama.ALL_ATTENTION, uniform=True) | expert_weights.mlp_pattern(sparse)
 

@@ -50,7 +50,7 @@ def rope(tree: Json) -> dict[str, Any]:
 
 def rotary(tree: Json, given: Json) -> dict[str, Any]:
     """Our settings for the completed rope_parameters ``given``."""
-    kind = given["rope_type"]
+    kind = given.get("rope_type", "default")
     return {
         "rope.base": number(given, "rope_theta"),
         "rope.fraction": float(given.get("partial_rotary_factor", 1.0)),
@@ -99,8 +99,6 @@ def layers(tree: Json, turned: bool = False, uniform: bool = False) -> dict[str,
     context. ``uniform``: the class has no layer_types."""
     window = tree["sliding_window"]
     context = tree["max_position_embeddings"]
-    if window is not None and type(window) is not int:
-        raise ConfigError(f"sliding_window={window} must be a whole number")
     if uniform:
         types = ["full_attention" if window is None else "sliding_attention"] * tree["num_hidden_layers"]
     else:
@@ -184,7 +182,9 @@ def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
         dict(mapping(both.get(kind), f"rope_parameters.{kind}")) for kind in ("full_attention", "sliding_attention")
     )
     for parameters in (full, window):
-        if parameters["rope_type"] == "yarn":  # transformers reads truncate outside the parameters of a kind of layers
+        if (
+            parameters.get("rope_type") == "yarn"
+        ):  # transformers reads truncate outside the parameters of a kind of layers
             parameters.pop("truncate", None)
             if "truncate" in both:
                 parameters["truncate"] = both["truncate"]

@@ -64,7 +64,7 @@ class PipeliningEngine(BaseEngine):
     def __init__(self, config: EngineSettings, compute: Compute):
         mesh = compute.mesh
         late = config.parallel.schedule == "zero_bubble"
-        parts = stages(config, layers_of(config, compute), compute)
+        parts = stages(config, layers_of(config, compute))
         wrap = materialize_on(compute.device, mesh.tp, mesh.dp.rank)
         self.count = len(parts)
         self.stacks = {

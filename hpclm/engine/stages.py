@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from hpclm.config import EngineSettings
 from hpclm.config.layer import Layer
 from hpclm.model.spec import LayerSpec
-from hpclm.parallel.mesh import Compute
 from hpclm.parallel.partition import balanced
 
 
-def stages(config: EngineSettings, specs: Sequence[LayerSpec], compute: Compute) -> list[list[LayerSpec]]:
+def stages(config: EngineSettings, specs: Sequence[LayerSpec]) -> list[list[LayerSpec]]:
     """The specs of every stage in order, divided as parallel.partition says; each stage has at least one block.
 
     There are parallel.pipeline x parallel.chunks stages.

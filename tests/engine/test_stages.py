@@ -5,7 +5,6 @@ from hpclm import config
 from hpclm.base.errors import ConfigError
 from hpclm.engine.stages import owners, parameters, stages
 from hpclm.model import count, gpt
-from hpclm.parallel.mesh import Compute
 from tests import ranks, weights
 from tests.engine import sharded
 from tests.parity import TINY
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 def divided(*words):
     run = config.load(None, [*TINY, "engine.name=deepspeed", *words])
     specs = gpt.layers(run.model, run.engine, torch.float32, run.seed)
-    return run, specs, stages(run.for_engine(run.parallel.replica), specs, Compute(CPU, torch.float32))
+    return run, specs, stages(run.for_engine(run.parallel.replica), specs)
 
 
 def blocks(parts):

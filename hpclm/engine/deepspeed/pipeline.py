@@ -101,7 +101,7 @@ class PipelineEngine(WrappedEngine):
         dtype = compute.dtype
         library.begin(device)
         specs = layers_of(config, compute)
-        parts = stages(config, specs, compute)
+        parts = stages(config, specs)
         model = stack_of(config, compute, parts[mesh.pp.rank], place_on(compute))
         if config.engine.compile:
             model.compile_blocks(whole=False)  # DeepSpeed's hooks break graphs

@@ -128,7 +128,9 @@ def test_a_run_of_values_is_a_few_blocks(shape):
 
 
 @pytest.mark.parametrize(
-    "placement", [Placement((8, 3), 0, Fused(1, (4, 4))), Placement((3, 8), 1), Placement((4, 5))], ids=str
+    "placement",
+    [Placement((8, 3), 0, Fused(1, (4, 4))), Placement((3, 8), 1), Placement((4, 5))],
+    ids=["fused", "columns", "whole"],
 )
 def test_the_runs_of_tensor_parallel_slices_lie_where_the_whole_weight_has_them(placement):
     whole = torch.arange(float(torch.Size(placement.shape).numel())).view(placement.shape)

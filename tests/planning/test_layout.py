@@ -8,7 +8,7 @@ from hpclm.config import EngineConfig, ModelConfig, ParallelConfig
 from hpclm.engine.stages import stages as divided
 from hpclm.model import count, gpt
 from hpclm.node.gpus import KINDS
-from hpclm.parallel.mesh import Axis, Compute
+from hpclm.parallel.mesh import Axis
 from hpclm.planning import engines, memory, suggest, time
 from hpclm.planning.layout import Layout, micro_batches_held, parameters, stages
 from hpclm.planning.layout import experts as of_experts
@@ -127,12 +127,8 @@ def test_a_group_inside_a_node_uses_its_links_and_one_across_nodes_all_its_adapt
 def test_the_planner_divides_a_model_as_it_runs(by, pipeline, layers):
     words = ["engine.name=pipelining", f"parallel.pipeline={pipeline}", f"parallel.partition={by}"]
     run = config.load(None, [*words, f"model.layers={layers}", "batch.global_size=64"])
-    cpu = torch.device("cpu")
     specs = gpt.layers(run.model, run.engine, torch.float32, 1)
-    running = [
-        sum(spec.layer is not None for spec in stage)
-        for stage in divided(run.for_engine(pipeline), specs, Compute(cpu, torch.float32))
-    ]
+    running = [sum(spec.layer is not None for spec in stage) for stage in divided(run.for_engine(pipeline), specs)]
     planned = [len(stage.blocks) for stage in stages(run.model, Layout(pipeline=pipeline, partition=by))]
     assert planned == running and sum(planned) == layers
 
@@ -144,12 +140,10 @@ EXPERTS = ["model.experts.count=8", "model.experts.pattern=[dense,experts,expert
 def test_the_planner_divides_a_model_with_experts_as_it_runs(by, expert):
     words = ["engine.name=pipelining", "parallel.pipeline=4", f"parallel.partition={by}", f"parallel.expert={expert}"]
     run = config.load(None, [*words, *EXPERTS, "model.layers=11", "batch.global_size=64"])
-    cpu, axes = torch.device("cpu"), gpt.ExpertAxes(Axis(expert))
+    axes = gpt.ExpertAxes(Axis(expert))
     specs = gpt.layers(run.model, run.engine, torch.float32, 1, axes=axes)
     settings = run.for_engine(4 * expert)
-    running = [
-        [spec.layer for spec in stage if spec.layer] for stage in divided(settings, specs, Compute(cpu, torch.float32))
-    ]
+    running = [[spec.layer for spec in stage if spec.layer] for stage in divided(settings, specs)]
     planned = stages(run.model, Layout(pipeline=4, partition=by, expert=expert))
     assert [list(stage.blocks) for stage in planned] == running
 

@@ -40,7 +40,11 @@ def verify(dataset: IndexedDataset, vocab_size: int | None = None, record: bool 
             write_text(path, json.dumps(note, indent=1, ensure_ascii=False) + "\n")
         except OSError as error:
             raise unwritten(error, path, "no hash was stored") from error
-    hashes = {"content": recorded and recorded.bin, "content_added": recorded and recorded.added}
+    hashes = {
+        "content": recorded and recorded.bin,
+        "content_added": recorded and recorded.added,
+        "recorded_now": record,
+    }
     return {**counts, "highest_token": highest, "vocab_size": size, **hashes}
 
 
@@ -54,7 +58,9 @@ def verification_summary(dataset: IndexedDataset, result: dict[str, Any]) -> str
         counts += f", the highest {result['highest_token']:,}"
     if result["vocab_size"] is not None:
         counts += f", all below {result['vocab_size']:,}"
-    if result["content"]:
+    if result["recorded_now"]:
+        content = f"its content hash is now recorded ({result['content'][:8]}…); it cannot detect earlier damage"
+    elif result["content"]:
         since = "it was written"
         if result["content_added"]:
             since = f"its hash was recorded at {result['content_added']}, which cannot detect earlier damage"

@@ -20,7 +20,7 @@ DOCUMENTS = [0, 1, 1, 4]
 def test_a_sound_dataset_is_counted(tmp_path):
     found = verify(IndexedDataset(pack(tmp_path / "x", "megatron", SENTENCES, DOCUMENTS)), 7)
     counts = {"sequences": 4, "documents": 3, "tokens": 6, "highest_token": 6, "vocab_size": 7}
-    assert found == counts | {"content": None, "content_added": None}
+    assert found == counts | {"content": None, "content_added": None, "recorded_now": False}
 
 
 def test_an_empty_dataset_is_sound(tmp_path):

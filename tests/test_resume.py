@@ -133,7 +133,7 @@ def test_settings_that_the_checkpoints_refuse_are_refused_before_anything_is_wri
         said = capsys.readouterr().err
         assert all(text in said for text in told), (command, said)
         if "resume=never" not in told[0]:
-            assert "revert the following settings, or start a new run with another out=" in said
+            assert "revert the following settings, or start a new run in another folder (out)" in said
     with pytest.raises(ConfigError) as caught:
         loop.run(RunStart(from_cli([str(run / "config.yaml"), *words])), single())
     assert all(text in str(caught.value) for text in told)

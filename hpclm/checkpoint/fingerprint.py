@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.base.errors import ConfigError
-from hpclm.config import ModelConfig
+from hpclm.config import ModelConfig, OptimConfig
 from hpclm.config.checks import typed
 from hpclm.config.experts import COEFFICIENTS
 from hpclm.config.optimizers import row
 from hpclm.config.section import leaves
 from hpclm.data.tokenizers import mismatch
 
+ADAMW = OptimConfig()
 FREE = {"dropout", "attention.dropout", "init_std", "kernels", "attention.kernel", *COEFFICIENTS}
 """Model settings that may change when a run is resumed."""
 WHY = {"batch.micro_size": ", and model.experts.balance_micro_batch, a loss over each micro-batch, depends on it"}
@@ -32,17 +33,18 @@ def fingerprint(
     model: ModelConfig,
     seed: int,
     data: Mapping[str, Any] | None = None,
-    optimizer: str = "adamw",
+    optim: OptimConfig = ADAMW,
     micro_size: int | str | None = None,
 ) -> dict[str, Any]:
     """Facts that must not change when a run is resumed: the network, the seed, the data and their order, the optimizer's state, and with
     model.experts.balance_micro_batch the micro-batches.
 
-    ``data``: the fingerprint of its source; None if unknown. ``optimizer``: optim.name. ``micro_size``: samples of a micro-batch, or
+    ``data``: the fingerprint of its source; None if unknown. ``micro_size``: samples of a micro-batch, or
     "auto" if a resumed run may choose another number; None if unknown.
     """
     shape = {key: value for key, value in leaves(model) if key not in FREE}
-    identity: dict[str, Any] = {"model": shape, "seed": seed, "optim": {"name": row(optimizer).family or optimizer}}
+    optimizer = {"name": row(optim.name).family or optim.name, "arguments": optim.arguments}
+    identity: dict[str, Any] = {"model": shape, "seed": seed, "optim": optimizer}
     if model.experts.count and model.experts.balance_micro_batch and micro_size:
         identity["batch"] = {"micro_size": micro_size}
     if data is not None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hpclm.base.errors import ConfigError
+from hpclm.base.errors import ConfigError, ExitCode
 from hpclm.config import OptimConfig
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.save_plan import SavePlan
@@ -33,7 +33,9 @@ Where = Literal["weight", "matrix", "everywhere"]
 
 
 class UnsavableStateError(ConfigError):
-    """The optimizer keeps state that a checkpoint would leave out."""
+    """The optimizer, or a block, keeps state that a checkpoint would leave out. Training shows it, so it is no invalid setting."""
+
+    exit_code = ExitCode.DIVERGED
 
 
 @dataclass(frozen=True)

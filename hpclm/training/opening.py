@@ -232,7 +232,7 @@ def open_store(
     saving = config.checkpoint
     per_save = data.samples_per_save(saving.epochs)
     retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)
-    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim.name, data.plan.micro_size)
+    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim, data.plan.micro_size)
     origin = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
     origin |= {"precision": hardware.NAMES[compute.dtype], **context.job.row()}
     return CheckpointStore(Path(config.out) / "checkpoints", retention, now, context, lease, origin)

@@ -119,7 +119,7 @@ class RunStart:
         """The fingerprint of the run; without the data's fingerprint if the data are not open."""
         run = self.run
         data = None if self.source is None else self.source.fingerprint
-        return fingerprint(run.model, run.seed, data, run.optim.name, self._micro_size())
+        return fingerprint(run.model, run.seed, data, run.optim, self._micro_size())
 
     def _micro_size(self) -> int | str | None:
         """Size of the run's micro-batches; "auto" if it must differ from that of the last start; None if unknown."""
@@ -229,7 +229,7 @@ def _check_history(start: RunStart) -> None:
             no_effect.check_finished(run, start.begin.step, start.length(start.source).steps)
     elif "queued" in start.has and path.is_file():
         then, now = (
-            fingerprint(each.model, each.seed, optimizer=each.optim.name, micro_size=each.batch.micro_size)
+            fingerprint(each.model, each.seed, optim=each.optim, micro_size=each.batch.micro_size)
             for each in (config.load(path), run)
         )
         check_fingerprint(path, then, now)

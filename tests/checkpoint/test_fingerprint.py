@@ -3,7 +3,7 @@
 import pytest
 
 from hpclm.checkpoint.fingerprint import differences, fingerprint
-from hpclm.config import ModelConfig
+from hpclm.config import ModelConfig, OptimConfig
 
 
 def test_another_network_is_refused_by_the_names_of_its_settings():
@@ -12,9 +12,17 @@ def test_another_network_is_refused_by_the_names_of_its_settings():
 
 
 def test_another_optimizers_state_is_refused_by_name():
-    was, now = (fingerprint(ModelConfig(), 1, optimizer=name) for name in ("apex_adam", "muon"))
+    was, now = (fingerprint(ModelConfig(), 1, optim=OptimConfig(name=name)) for name in ("apex_adam", "muon"))
     assert differences(was, now) == ["optim.name was adamw and is now muon"]
     assert differences(was, fingerprint(ModelConfig(), 1)) == []
+
+
+def test_other_arguments_of_a_users_optimizer_are_refused_by_name():
+    optims = [OptimConfig(name="mine:Lion", arguments=words) for words in ({"betas": [0.9, 0.98]}, {"amsgrad": True})]
+    assert differences(*(fingerprint(ModelConfig(), 1, optim=optim) for optim in optims)) == [
+        "optim.arguments.amsgrad was null and is now true",
+        "optim.arguments.betas was [0.9, 0.98] and is now null",
+    ]
 
 
 def test_only_a_loss_over_each_micro_batch_keeps_the_micro_batches():

@@ -323,7 +323,7 @@ class Late(Counts):
 
 def test_what_changes_later_ends_the_run_at_its_next_save(tiny, tmp_path, capsys):
     words = ["model.block=tests.model.test_own_block:Late", "budget.steps=40", "checkpoint.every=8"]
-    assert cli.main(["train", *tiny("run", *words)]) == 64
+    assert cli.main(["train", *tiny("run", *words)]) == 93
     assert "training changes block0.kept" in capsys.readouterr().err
     assert len(lines(tmp_path / "run/metrics.jsonl")) <= 10
 

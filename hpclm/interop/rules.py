@@ -121,6 +121,16 @@ def rows_reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
     return replace(rule, split=split, join=lambda tensors: _permuted(rule.join(tensors), order))
 
 
+def neighbours(config: ModelConfig) -> Tensor:
+    """For each feature of our heads, its index where heads rotate pairs of neighbours; hpclm rotates pairs from the two halves."""
+    return torch.cat([pairs(config.rotated), torch.arange(config.rotated, config.head_width)])
+
+
+def pairs(count: int) -> Tensor:
+    """For each of our ``count`` rotated features, its index where pairs of neighbours are rotated."""
+    return torch.arange(count).view(-1, 2).t().flatten()
+
+
 def _permuted(x: Tensor, order: Tensor) -> Tensor:
     return x.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
 

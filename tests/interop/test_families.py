@@ -491,6 +491,11 @@ REFUSED = {
         "moe_gate_act=sigmoid, but hpclm supports softmax",
     ),
     "ERNIE, interval": ("ernie4_5_moe", dict(moe_layer_interval=0), "moe_layer_interval=0 must be whole numbers"),
+    "GLM 4, an unknown part of each head": (
+        "glm4",
+        dict(rope_parameters={**PLAIN, "partial_rotary_factor": None}),
+        "partial_rotary_factor=null must be a finite number",
+    ),
     "GLM, softmax": (
         "glm4_moe",
         dict(head_dim=16, scoring_func="softmax"),

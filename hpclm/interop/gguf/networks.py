@@ -15,8 +15,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig, rope
 from hpclm.config.checks import value_at
 from hpclm.interop.huggingface import families
-from hpclm.interop.huggingface.glm_phi import interleaved
-from hpclm.interop.rules import ConversionRule, in_one, of_modules, reordered
+from hpclm.interop.rules import ConversionRule, in_one, neighbours, of_modules, reordered
 from hpclm.model.position import frequencies
 
 MODULES = {
@@ -79,7 +78,7 @@ class Network:
             if ".attention.qkv." in rule.ours and self.fused:
                 yield in_one(rule.ours, rule.theirs[0].replace("attn_q.", "attn_qkv."), config)
             elif ".attention.qkv." in rule.ours and self.neighbours:
-                yield reordered(rule, interleaved(config))
+                yield reordered(rule, neighbours(config))
             elif rule.ours == "tokens.weight" and config.tied and self.untied:
                 yield _twice(rule)
             else:

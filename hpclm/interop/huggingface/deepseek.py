@@ -10,12 +10,10 @@ import torch
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.rope import parsed
-from hpclm.interop.huggingface import biased_mixtures, expert_weights, llama
-from hpclm.interop.huggingface.completion import Keys
+from hpclm.interop.huggingface import expert_weights, llama, mixtures, shape
 from hpclm.interop.huggingface.family import Family
-from hpclm.interop.huggingface.glm_phi import pairs
-from hpclm.interop.huggingface.shape import Json
-from hpclm.interop.rules import ConversionRule, changed, rows_reordered
+from hpclm.interop.huggingface.shape import Json, Part
+from hpclm.interop.rules import ConversionRule, changed, pairs, rows_reordered
 from hpclm.model.position import mscale
 
 MODULES = {
@@ -61,7 +59,7 @@ def score_scale(width: int, scaling: Mapping[str, Any]) -> float:
     return scale * factor * factor
 
 
-def read_attention(tree: Keys) -> dict[str, Any]:
+def read_attention(tree: Json) -> dict[str, Any]:
     """Settings of attention that depend on several keys; ConfigError for keys that contradict others."""
     heads = tree["num_attention_heads"]
     if tree["num_key_value_heads"] != heads:
@@ -78,7 +76,7 @@ def read_attention(tree: Keys) -> dict[str, Any]:
         raise ConfigError(
             f"rope_parameters: mscale_all_dim with rope_type={kind}, but hpclm supports it only with yarn"
         )
-    settings = llama.read_llama(tree, llama.ALL_ATTENTION)
+    settings = shape.rope(tree)
     try:
         scaling = parsed(settings["rope.scaling"])
     except ValueError:  # ModelConfig names the wrong parameter
@@ -90,12 +88,13 @@ def read_attention(tree: Keys) -> dict[str, Any]:
 
 def write_attention(config: ModelConfig) -> dict[str, Any]:
     """The keys that read_attention() reads, and those that other programs need."""
-    count = dict(num_key_value_heads=config.attention.heads, moe_layer_freq=1)
-    return llama.write_llama(config, llama.ALL_ATTENTION) | count
+    return shape.described_rope(config) | dict(num_key_value_heads=config.attention.heads, moe_layer_freq=1)
 
 
+ATTENTION = Part(read_attention, write_attention)
 SIGMOID = dict(scoring_func="sigmoid", topk_method="noaux_tc")
 """Keys that transformers does not read, but other programs do."""
+INTERLEAVED = dict(rope_interleave=True, num_nextn_predict_layers=0)
 
 
 def rotating(family: Family, tree: Json) -> Family:
@@ -105,39 +104,36 @@ def rotating(family: Family, tree: Json) -> Family:
     return replace(family, rules=partial(rules, interleave=False))
 
 
-def read_v3(tree: Keys) -> dict[str, Any]:
-    """Settings that depend on several keys; without experts, if all layers are dense."""
-    settings = read_attention(tree) | biased_mixtures.read_sigmoid(tree)
-    if tree["first_k_dense_replace"] >= tree["num_hidden_layers"]:
-        settings["experts.count"] = 0
-    return settings
+def read_v3(tree: Json) -> dict[str, Any]:
+    """No experts if all layers are dense."""
+    return {"experts.count": 0} if tree["first_k_dense_replace"] >= tree["num_hidden_layers"] else {}
 
 
 def write_v3(config: ModelConfig) -> dict[str, Any]:
-    """The keys that read_v3() reads."""
-    keys = write_attention(config) | dict(rope_interleave=True, num_nextn_predict_layers=0)
-    if config.experts.count:
-        return keys | SIGMOID | biased_mixtures.write_sigmoid(config)
-    return keys | dict(first_k_dense_replace=config.layers)
+    """The keys of the experts, if any, and of the rotation."""
+    if not config.experts.count:
+        return INTERLEAVED | dict(first_k_dense_replace=config.layers)
+    return INTERLEAVED | SIGMOID
 
 
 V3 = replace(
-    biased_mixtures.GLM4_MOE,
+    mixtures.GLM4_MOE,
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    keys={**KEYS, **biased_mixtures.SIGMOID_KEYS},
+    keys=KEYS | mixtures.SIGMOID_KEYS,
     rules=rules,
-    constants={**CONSTANTS, **biased_mixtures.BALANCED, "experts.router_score": "sigmoid"},
-    fixed={**biased_mixtures.GLM4_MOE.fixed, "moe_layer_freq": (1,)},
+    constants={**CONSTANTS, **mixtures.BALANCED, "experts.router_score": "sigmoid"},
+    parts=(ATTENTION, shape.ATTENTION_BIASES, mixtures.SHARED, mixtures.FIRST_DENSE),
+    read=read_v3,
     write=write_v3,
     form=rotating,
-    read=read_v3,
+    fixed={**mixtures.GLM4_MOE.fixed, "moe_layer_freq": (1,)},
     unread="ep_size aux_loss_alpha seq_aux",
 )
 
 
-def read_v2(tree: Keys) -> dict[str, Any]:
-    """Settings that depend on several keys; ConfigError for groups of experts by the best of each, which hpclm lacks."""
+def read_v2(tree: Json) -> dict[str, Any]:
+    """No setting. ConfigError for groups of experts chosen by the best of each, which hpclm lacks."""
     groups = tree["n_group"]
     top = tree["topk_group"]
     if tree["topk_method"] not in ("greedy", "group_limited_greedy"):
@@ -147,60 +143,56 @@ def read_v2(tree: Keys) -> dict[str, Any]:
             f"topk_method=group_limited_greedy with n_group={groups}: it chooses topk_group={top} groups by the best "
             "score of each, but hpclm by the sum of the two best"
         )
-    return read_attention(tree) | biased_mixtures.read_first_dense(tree)
+    return {}
 
 
 V2 = replace(
     V3,
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
-    keys={
-        **KEYS,
+    keys=KEYS
+    | {
         "experts.count": "n_routed_experts",
         "experts.per_token": "num_experts_per_tok",
         "experts.ffn": "moe_intermediate_size",
         "experts.router_scale": "routed_scaling_factor",
     },
     constants={**CONSTANTS, "experts.router_normalize": False},
-    fixed=dict(scoring_func=("softmax",), moe_layer_freq=(1,)),
-    write=lambda config: (
-        write_attention(config)
-        | biased_mixtures.write_sigmoid(config)
-        | dict(scoring_func="softmax", topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False)
+    read=read_v2,
+    write=lambda config: dict(
+        scoring_func="softmax", topk_method="greedy", n_group=1, topk_group=1, norm_topk_prob=False
     ),
     form=lambda family, tree: family,
     newer=lambda config: config.rope.scaling.get("rope_type") == "yarn",
-    read=read_v2,
+    fixed=dict(scoring_func=("softmax",), moe_layer_freq=(1,)),
     left_out=lambda tree, name: False,
 )
 
 
-def read_glm_lite(tree: Keys) -> dict[str, Any]:
-    """Settings that depend on several keys."""
+def read_glm_lite(tree: Json) -> dict[str, Any]:
+    """The layers with experts."""
     types = tree["mlp_layer_types"]
     if len(types) != tree["num_hidden_layers"] or not {*types} <= {"dense", "sparse"}:
         raise ConfigError(f"mlp_layer_types={types} must be a list of dense and sparse, one for each layer")
-    settings = biased_mixtures.shared(tree, "n_shared_experts", "moe_intermediate_size", fewest=1)
-    settings |= expert_weights.mlp_pattern([kind == "sparse" for kind in types])
+    pattern = mixtures.pattern(kind == "sparse" for kind in types)
     dense = tree.get("first_k_dense_replace")
-    if dense is not None and biased_mixtures.read_first_dense(tree) != settings:
+    if dense is not None and mixtures.read_first_dense(tree) != pattern:
         raise ConfigError(f"first_k_dense_replace={dense}, but this class reads mlp_layer_types={types}")
-    return read_attention(tree) | settings | biased_mixtures.read_groups(tree)
+    return pattern
 
 
 def write_glm_lite(config: ModelConfig) -> dict[str, Any]:
-    """The keys that read_glm_lite() reads."""
-    types = ["dense" if layer.experts is None else "sparse" for layer in config.blocks]
-    settings = dict(mlp_layer_types=types, rope_interleave=True, num_nextn_predict_layers=0)
-    shared = dict(n_shared_experts=max(1, config.experts.shared_ffn // config.expert_width))
-    return write_attention(config) | shared | SIGMOID | settings
+    """The keys that read_glm_lite() reads, and those of the rotation and the router."""
+    types = ["sparse" if sparse else "dense" for sparse in mixtures.sparse_layers(config)]
+    return dict(mlp_layer_types=types) | INTERLEAVED | SIGMOID
 
 
 GLM_LITE = replace(
     V3,
     architecture="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
-    write=write_glm_lite,
+    parts=(ATTENTION, shape.ATTENTION_BIASES, mixtures.SHARED),
     read=read_glm_lite,
+    write=write_glm_lite,
 )
 ALL_FAMILIES: Iterable[Family] = (V3, V2, GLM_LITE)

@@ -1,25 +1,17 @@
-"""Common to transformers' classes with experts: names of their weights, and keys of config.json.
+"""Names of weights in transformers' classes with experts.
 
 E experts, F inner width of an expert, C hidden size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hpclm.config import ModelConfig
-from hpclm.interop.huggingface import llama, shape
+from hpclm.interop.huggingface import llama
 from hpclm.interop.rules import LOGICAL, ConversionRule, per_expert, same
-
-KEYS = {
-    "experts.count": "num_experts",
-    "experts.per_token": "num_experts_per_tok",
-    "experts.ffn": "moe_intermediate_size",
-    "experts.router_normalize": "norm_topk_prob",
-}
-"""Maps our settings to the keys of most classes."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +63,3 @@ def interleaved(ours: str, theirs: str) -> ConversionRule:
     return ConversionRule(
         ours, (theirs,), split, lambda tensors: tensors[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
     )
-
-
-def mlp_pattern(sparse: Sequence[bool]) -> dict[str, Any]:
-    """Our setting for the layers with experts."""
-    return {"experts.pattern": shape.period(["experts" if experts else "dense" for experts in sparse])}
-
-
-def dense_layers(config: ModelConfig) -> list[int]:
-    """Numbers of the layers without experts."""
-    return [number for number, layer in enumerate(config.blocks) if layer.experts is None]

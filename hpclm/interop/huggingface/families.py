@@ -7,18 +7,13 @@ from typing import Any
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import (
-    biased_mixtures,
-    bloom_neox,
     custom,
     deepseek,
     fp8_blocks,
     gemma,
-    glm_phi,
-    gpt2,
     llama,
     mixtures,
-    nanochat,
-    olmo,
+    older,
     relatives,
     unsupported,
 )
@@ -28,10 +23,8 @@ from hpclm.interop.huggingface.shape import Json
 
 log = logging.getLogger(__name__)
 
-OLDER = (gpt2.FAMILY, bloom_neox.BLOOM, bloom_neox.NEOX)
-NEWER = (olmo.OLMO2, olmo.OLMO3, gemma.GEMMA2, gemma.GEMMA3, glm_phi.GLM4, nanochat.NANOCHAT)
-EXPERTS = (*mixtures.ALL_FAMILIES, *biased_mixtures.ALL_FAMILIES, *deepseek.ALL_FAMILIES)
-WRITTEN = (*OLDER, *llama.ALL_FAMILIES, *NEWER, *relatives.ALL_FAMILIES, *EXPERTS, glm_phi.PHI3)
+DENSE = (*older.ALL_FAMILIES, *llama.ALL_FAMILIES, *relatives.ALL_FAMILIES, *gemma.ALL_FAMILIES)
+WRITTEN = (*DENSE, *mixtures.ALL_FAMILIES, *deepseek.ALL_FAMILIES, relatives.PHI3)
 """Classes for an export, in the order they are tried in."""
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*WRITTEN, custom.FAMILY)}
 FAMILIES["kimi_k2"] = deepseek.V3
@@ -41,7 +34,7 @@ def of_network(config: ModelConfig) -> Family:
     """The class for a network: transformers' or hpclm's; ConfigError for a user-defined block."""
     candidates = (*WRITTEN, custom.FAMILY)
     if config.rope.scaling.get("rope_type") == "longrope":  # other programs read it only in Phi 3
-        candidates = (glm_phi.PHI3, *candidates)
+        candidates = (relatives.PHI3, *candidates)
     for family in candidates:
         if family.covers(config):
             return family

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from hpclm.config.experts import COEFFICIENTS
 from hpclm.config.fields import required, type_of, type_text
 from hpclm.config.section import leaves
 from hpclm.interop.huggingface.completion import Keys, completed
-from hpclm.interop.huggingface.shape import BIASES, Json, as_json, canonical, scaling
+from hpclm.interop.huggingface.shape import BIASES, Json, Part, as_json, canonical, scaling
 from hpclm.interop.rules import ConversionRule
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
@@ -26,7 +26,8 @@ UNWRITTEN = f"""
 OPTIONAL = ("attention.dropout",)
 """Settings that may be null: transformers takes this for 0."""
 SIZES = """
-    layers hidden attention.heads attention.kv_heads attention.head_dim attention.latent.kv_rank ffn context vocab_size experts.count"""
+    layers hidden attention.heads attention.kv_heads attention.head_dim attention.latent.kv_rank ffn context vocab_size experts.count experts.router_groups
+    experts.router_top_groups"""
 PRECISION = 1e-6
 """Relative difference of two numbers that count as equal: a class may store the inverse or the square."""
 
@@ -45,8 +46,10 @@ class Family:
     """Prefix of all tensor names except the output projection; missing in files of the bare model."""
     constants: Mapping[str, Any]
     """Our settings that have one value in all networks of the class."""
-    read: Callable[[Keys], dict[str, Any]] = lambda tree: {}
-    """Further settings from a completed config.json; ConfigError for features that hpclm lacks."""
+    parts: Sequence[Part] = ()
+    """Further settings that it shares with other classes."""
+    read: Callable[[Json], dict[str, Any]] = lambda tree: {}
+    """Settings of this class alone from a completed config.json; ConfigError for features that hpclm lacks."""
     write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     """The keys that ``read`` reads, and those that other programs read."""
     activations: Mapping[str, str] = field(default_factory=lambda: GELUS)
@@ -69,6 +72,10 @@ class Family:
         """Maps our settings to keys in config.json, including the keys that all classes share."""
         return {"vocab_size": "vocab_size", "init_std": "initializer_range", "tied": "tie_word_embeddings", **self.keys}
 
+    @property
+    def _all_parts(self) -> list[Part]:
+        return [*self.parts, Part(self.read, self.write)]
+
     def completed(self, tree: Json) -> Keys:
         """``tree`` as transformers' class completes it."""
         return completed(tree, self.model_type)
@@ -81,7 +88,9 @@ class Family:
         if not config.experts.count:
             values = {ours: value for ours, value in values.items() if not ours.startswith("experts.")}
         keys = {theirs: values[ours] for ours, theirs in self.theirs.items() if ours in values}
-        tree = {"model_type": self.model_type, **keys, **self.write(config)}
+        tree = {"model_type": self.model_type, **keys}
+        for part in self._all_parts:
+            tree |= part.write(config)
         if config.rope.scaling.get("rope_type") == "dynamic":  # transformers scales beyond max_position_embeddings
             tree["max_position_embeddings"] = json.loads(config.rope.scaling["original_max_position_embeddings"])
         return tree
@@ -106,7 +115,8 @@ class Family:
             values["ffn"] = 4 * values["hidden"]
         if values.get("attention.dropout", 0.0) is None:
             values["attention.dropout"] = 0.0
-        values |= self.read(tree)
+        for part in self._all_parts:
+            values |= part.read(tree)
         wrong = [
             f"model.{name}={as_json(values[name])}, which {self.architecture} in transformers does not have"
             for name, value in self.constants.items()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ import torch
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import shape
-from hpclm.interop.huggingface.completion import Keys
 from hpclm.interop.huggingface.family import Family
+from hpclm.interop.huggingface.shape import Json
 from hpclm.interop.rules import ConversionRule, of_modules
 
 ALWAYS = {
@@ -28,9 +27,6 @@ ALWAYS = {
     "output": "lm_head",
 }
 LAYER = "model.layers.{}."
-ALL_ATTENTION = ("attention_bias", "attention_bias", False)
-ALL = ("attention_bias", "attention_bias", "mlp_bias")
-NONE = (False, False, False)
 SILU = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 SQUARED = {"relu2": "relu2"}
 
@@ -48,39 +44,16 @@ def rules(config: ModelConfig, more: Mapping[str, Any] | None = None) -> Iterabl
     return of_modules(config, modules(config, more), LAYER)
 
 
-def read_llama(tree: Keys, biases: Sequence[str | bool] = ALL) -> dict[str, Any]:
-    """Settings that depend on several keys."""
-    return shape.rope(tree) | shape.biases(tree, biases)
-
-
-def write_llama(config: ModelConfig, biases: Sequence[str | bool] = ALL) -> dict[str, Any]:
-    """The keys that read_llama() reads."""
-    return shape.described_rope(config) | shape.described_biases(config, biases)
-
-
-def read_windowed(tree: Keys, biases: Sequence[str | bool], uniform: bool = False) -> dict[str, Any]:
-    """Settings of a class with windows; ``uniform``: in all layers or none."""
-    return read_llama(tree, biases) | shape.layers(tree, uniform=uniform)
-
-
-def read_no_rope(tree: Keys) -> dict[str, Any]:
+def read_no_rope(tree: Json) -> dict[str, Any]:
     """SmolLM 3's settings: some layers have no positions."""
-    turned = tree["no_rope_layers"]
-    count = tree["num_hidden_layers"]
-    if len(turned) != count:
-        raise ConfigError(f"no_rope_layers={turned} must be a list with a number for each of {count} layers")
     layers = shape.layers(tree)
-    pattern = layers["attention.pattern"]
-    kinds = [pattern[i % len(pattern)] for i in range(count)]
-    names = {("full", False): "nope", ("window", False): "window_nope"}
-    pattern = shape.period([names.get((k, bool(t)), k) for k, t in zip(kinds, turned, strict=True)])
-    return read_llama(tree) | layers | {"attention.pattern": pattern}
+    return layers | shape.with_positions(tree, layers["attention.pattern"], "no_rope_layers")
 
 
 def write_no_rope(config: ModelConfig) -> dict[str, Any]:
     """The keys that read_no_rope() reads."""
     turned = [int(layer.rope is not None) for layer in config.blocks]
-    return write_llama(config) | shape.described_layers(config) | {"no_rope_layers": turned}
+    return shape.SWITCHED_WINDOWS.write(config) | {"no_rope_layers": turned}
 
 
 LLAMA = Family(
@@ -101,75 +74,55 @@ LLAMA = Family(
     rules=rules,
     prefix="model.",
     constants={"positions": "rope", "norm": "rmsnorm", "rope.fraction": 1.0},
-    read=read_llama,
-    write=write_llama,
+    parts=(shape.ROPE, shape.ALL_BIASES),
     activations=SILU,
     buffers=(".rotary_emb.inv_freq",),
 )
-
-
 NARROW = {name: key for name, key in LLAMA.keys.items() if name != "attention.head_dim"}
 """Keys of classes with heads of width hidden / heads."""
 MISTRAL = replace(
     LLAMA,
     architecture="MistralForCausalLM",
     model_type="mistral",
-    write=lambda config: write_llama(config, NONE) | {"sliding_window": config.attention.window},
-    read=partial(read_windowed, biases=NONE, uniform=True),
+    parts=(shape.ROPE, shape.NO_BIASES, shape.UNIFORM_WINDOWS),
 )
-QWEN2_BIASES = (True, False, False)
-
-
-def write_qwen(config: ModelConfig, biases: Sequence[str | bool]) -> dict[str, Any]:
-    """The keys of a Qwen 2 or 3."""
-    return write_llama(config, biases) | shape.described_layers(config) | {"max_window_layers": 0}
-
-
 QWEN2 = replace(
     LLAMA,
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     keys=NARROW,
-    write=partial(write_qwen, biases=QWEN2_BIASES),
-    read=partial(read_windowed, biases=QWEN2_BIASES),
+    parts=(shape.ROPE, shape.biases(True, False, False), shape.SWITCHED_WINDOWS),
 )
 QWEN3 = replace(
     LLAMA,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     constants={**LLAMA.constants, "attention.qk_norm": True},
-    write=partial(write_qwen, biases=ALL_ATTENTION),
-    read=partial(read_windowed, biases=ALL_ATTENTION),
+    parts=(shape.ROPE, shape.ATTENTION_BIASES, shape.SWITCHED_WINDOWS),
 )
 SMOLLM3 = replace(
-    LLAMA,
-    architecture="SmolLM3ForCausalLM",
-    model_type="smollm3",
-    write=write_no_rope,
-    read=read_no_rope,
+    LLAMA, architecture="SmolLM3ForCausalLM", model_type="smollm3", read=read_no_rope, write=write_no_rope
 )
+MULTIPLIERS = {
+    "embed_multiplier": "embedding_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "attention.score_scale": "attention_multiplier",
+}
 GRANITE = replace(
     LLAMA,
     architecture="GraniteForCausalLM",
     model_type="granite",
-    keys={
-        **LLAMA.keys,
-        "embed_multiplier": "embedding_multiplier",
-        "residual_multiplier": "residual_multiplier",
-        "attention.score_scale": "attention_multiplier",
-    },
-    write=lambda config: write_llama(config) | dict(logits_scaling=1 / config.logit_multiplier),
-    read=lambda tree: read_llama(tree) | dict(logit_multiplier=1 / shape.number(tree, "logits_scaling")),
+    keys={**LLAMA.keys, **MULTIPLIERS},
+    read=lambda tree: dict(logit_multiplier=1 / shape.number(tree, "logits_scaling")),
+    write=lambda config: dict(logits_scaling=1 / config.logit_multiplier),
 )
 ARCEE = replace(LLAMA, architecture="ArceeForCausalLM", model_type="arcee", activations=SQUARED)
-SEED_BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
 SEED_OSS = replace(
     LLAMA,
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
     keys={**LLAMA.keys, "dropout": "residual_dropout"},
-    write=partial(write_llama, biases=SEED_BIASES),
-    read=partial(read_llama, biases=SEED_BIASES),
+    parts=(shape.ROPE, shape.biases("attention_bias", "attention_out_bias", "mlp_bias")),
 )
 APERTUS_MODULES = {"norm1": "attention_layernorm", "norm2": "feedforward_layernorm"}
 # xIELU in every Apertus: the slope at 0, and where the exponential is clamped
@@ -201,8 +154,7 @@ APERTUS = replace(
     model_type="apertus",
     rules=apertus_rules,
     constants={**LLAMA.constants, "attention.qk_norm": True},
-    write=lambda config: write_llama(config, ALL_ATTENTION) | shape.described_parameters(config),
-    read=partial(read_llama, biases=ALL_ATTENTION),
+    parts=(shape.STATED_ROPE, shape.ATTENTION_BIASES),
     activations={"xielu": "xielu"},
 )
 ALL_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, ARCEE, SEED_OSS, APERTUS)

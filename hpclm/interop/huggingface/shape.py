@@ -1,20 +1,34 @@
-"""Translates rotary positions, kinds of layers and biases between transformers' config.json and our settings."""
+"""Translates rotary positions, kinds of layers, biases and dropout between transformers' config.json and our settings."""
 
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.rope import KINDS, parsed
 
+log = logging.getLogger(__name__)
 Json = Mapping[str, Any]
 KEPT = {"full_attention": "full", "sliding_attention": "window"}
 OUTSIDE = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 """Keys of rope_parameters that do not belong to a scaling."""
 BETAS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 BIASES = ("attention.qkv_bias", "attention.out_bias", "mlp_bias")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Settings that classes describe alike, in both directions."""
+
+    read: Callable[[Json], dict[str, Any]]
+    """Our settings from a completed config.json; ConfigError for features that hpclm lacks."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+    """The keys that ``read`` reads, and those that other programs read."""
 
 
 def mapping(value: Any, key: str) -> Json:
@@ -53,7 +67,7 @@ def rotary(tree: Json, given: Json) -> dict[str, Any]:
     kind = given.get("rope_type", "default")
     return {
         "rope.base": number(given, "rope_theta"),
-        "rope.fraction": float(given.get("partial_rotary_factor", 1.0)),
+        "rope.fraction": number({"partial_rotary_factor": 1.0, **given}, "partial_rotary_factor"),
         "rope.scaling": {} if kind == "default" else _scaling(tree, kind, given),
     }
 
@@ -127,9 +141,21 @@ def described_parameters(config: ModelConfig) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", **scaling(config), "rope_theta": config.rope.base}}
 
 
-def layer_types(config: ModelConfig) -> list[str]:
-    """The value of layer_types in config.json."""
-    return ["full_attention" if layer.window is None else "sliding_attention" for layer in config.blocks]
+def layer_types(config: ModelConfig, unused: int | None = None) -> dict[str, Any]:
+    """Keys of config.json for kinds of layers. ``unused``: the window if no layer has one."""
+    types = ["full_attention" if layer.window is None else "sliding_attention" for layer in config.blocks]
+    return {"layer_types": types, "sliding_window": config.attention.window or unused}
+
+
+def with_positions(tree: Json, pattern: Sequence[str], key: str) -> dict[str, Any]:
+    """The pattern of layers, of which those without positions have 0 in the list ``key`` of config.json."""
+    turned = tree[key]
+    count = tree["num_hidden_layers"]
+    if len(turned) != count:
+        raise ConfigError(f"{key}={turned} must be a list with a number for each of {count} layers")
+    names = {"full": "nope", "window": "window_nope"}
+    kinds = [pattern[i % len(pattern)] for i in range(count)]
+    return {"attention.pattern": period([kind if turned[i] else names[kind] for i, kind in enumerate(kinds)])}
 
 
 def described_by_kind(config: ModelConfig) -> dict[str, Any]:
@@ -153,26 +179,32 @@ def canonical(config: ModelConfig) -> ModelConfig:
     return config.replaced(patterns)
 
 
-def described_layers(config: ModelConfig) -> dict[str, Any]:
-    """Keys of config.json for kinds of layers."""
-    return {
-        "layer_types": layer_types(config),
-        "sliding_window": config.attention.window,
-        "use_sliding_window": bool(config.attention.window),
-    }
+def one_dropout(tree: Json) -> dict[str, Any]:
+    """No setting, but a warning if two dropouts differ."""
+    embedded, added = (tree[name] for name in ("embd_pdrop", "resid_pdrop"))
+    if embedded != added:
+        log.warning(
+            "embd_pdrop=%s and resid_pdrop=%s: hpclm has one model.dropout for both and uses resid_pdrop; give model.dropout=... for "
+            "another value",
+            embedded,
+            added,
+        )
+    return {}
 
 
-def biases(tree: Json, keys: Sequence[str | bool]) -> dict[str, Any]:
-    """Our settings for biases. ``keys``: keys for the biases of qkv, the output projection and the MLP, or their fixed values."""
-    values = [key if isinstance(key, bool) else bool(tree[key]) for key in keys]
-    if len(set(values)) == 1:
-        return dict(bias=values[0])
-    return dict(bias=False) | {name: value for name, value in zip(BIASES, values, strict=True) if value}
+def biases(*keys: str | bool) -> Part:
+    """Biases. ``keys``: the keys for those of qkv, the output projection and the MLP, or their fixed values."""
 
+    def read(tree: Json) -> dict[str, Any]:
+        values = [key if isinstance(key, bool) else bool(tree[key]) for key in keys]
+        if len(set(values)) == 1:
+            return dict(bias=values[0])
+        return dict(bias=False) | {name: value for name, value in zip(BIASES, values, strict=True) if value}
 
-def described_biases(config: ModelConfig, keys: Sequence[str | bool]) -> dict[str, Any]:
-    """Keys of config.json for biases."""
-    return {key: value for key, value in zip(keys, config.biases, strict=True) if isinstance(key, str)}
+    def write(config: ModelConfig) -> dict[str, Any]:
+        return {key: value for key, value in zip(keys, config.biases, strict=True) if isinstance(key, str)}
+
+    return Part(read, write)
 
 
 def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -214,3 +246,23 @@ def kinds_of_positions(tree: Json) -> dict[str, Any]:
 def other_base(window: float, base: float) -> float | None:
     """model.rope.window_base for the base of layers with a window; None if it equals the ``base`` of the other layers."""
     return None if window == base else window
+
+
+ROPE = Part(rope, described_rope)
+STATED_ROPE = Part(rope, described_parameters)
+ROPE_BY_KIND = Part(
+    kinds_of_positions, lambda config: described_rope(config) | layer_types(config) | described_by_kind(config)
+)
+"""Kinds of layers, each with its rotary positions, which transformers 4 reads as those of all layers."""
+WINDOWS = Part(layers, layer_types)
+STATED_WINDOWS = Part(layers, lambda config: layer_types(config, config.context))
+"""Kinds of layers in a class that needs a window even if no layer has it."""
+SWITCHED_WINDOWS = Part(
+    layers,
+    lambda config: layer_types(config) | dict(use_sliding_window=bool(config.attention.window), max_window_layers=0),
+)
+UNIFORM_WINDOWS = Part(partial(layers, uniform=True), lambda config: {"sliding_window": config.attention.window})
+ALL_BIASES = biases("attention_bias", "attention_bias", "mlp_bias")
+ATTENTION_BIASES = biases("attention_bias", "attention_bias", False)
+NO_BIASES = biases(False, False, False)
+ONE_DROPOUT = Part(one_dropout, lambda config: {"embd_pdrop": config.dropout})

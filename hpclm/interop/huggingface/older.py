@@ -1,17 +1,23 @@
-"""transformers' BloomForCausalLM, and GPTNeoXForCausalLM without its parallel residual.
-
-Their fused projection is (heads, 3, D), like ours without grouped queries.
-"""
+"""transformers' GPT2LMHeadModel, BloomForCausalLM, and GPTNeoXForCausalLM without its parallel residual."""
 
 from functools import partial
-from typing import Any
 
-from hpclm.base.errors import ConfigError
 from hpclm.interop.huggingface import shape
-from hpclm.interop.huggingface.completion import Keys
 from hpclm.interop.huggingface.family import LAYERNORM, Family
 from hpclm.interop.rules import of_modules
 
+GPT2_MODULES = {
+    "tokens": "transformer.wte",
+    "entry": "transformer.wpe",
+    "norm1": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "norm2": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "output": "lm_head",
+}
 IN_BLOCK = {
     "norm1": "input_layernorm",
     "norm2": "post_attention_layernorm",
@@ -33,15 +39,28 @@ NEOX_MODULES = IN_BLOCK | {
     "norm": "gpt_neox.final_layer_norm",
     "output": "embed_out",
 }
-
-
-def read_neox(tree: Keys) -> dict[str, Any]:
-    """Settings that depend on several keys."""
-    if tree["use_parallel_residual"]:
-        raise ConfigError("use_parallel_residual=true, but in hpclm the MLP reads the residual stream after attention")
-    return shape.rope(tree)
-
-
+GPT2 = Family(
+    "GPT2LMHeadModel",
+    "gpt2",
+    keys={
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "attention.heads": "n_head",
+        "ffn": "n_inner",
+        "context": "n_positions",
+        "activation": "activation_function",
+        "norm_eps": "layer_norm_epsilon",
+        "dropout": "resid_pdrop",
+        "attention.dropout": "attn_pdrop",
+    },
+    rules=partial(of_modules, modules=GPT2_MODULES, layer="transformer.h.{}.", in_out=True),
+    prefix="transformer.",
+    constants=dict(positions="learned", **LAYERNORM),
+    parts=(shape.ONE_DROPOUT,),
+    write=lambda config: dict(n_ctx=config.context),  # for llama.cpp's converter
+    buffers=(".attn.bias", ".attn.masked_bias"),
+    unread="n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
+)
 BLOOM = Family(
     "BloomForCausalLM",
     "bloom",
@@ -77,12 +96,14 @@ NEOX = Family(
     rules=partial(of_modules, modules=NEOX_MODULES, layer="gpt_neox.layers.{}."),
     prefix="gpt_neox.",
     constants=dict(positions="rope", **LAYERNORM),
+    read=shape.rope,
     write=lambda config: dict(
         rotary_emb_base=config.rope.base,
         rotary_pct=config.rope.fraction,
         rope_scaling=shape.scaling(config) or None,
         use_parallel_residual=False,
     ),
-    read=read_neox,
+    fixed=dict(use_parallel_residual=(False,)),
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )
+ALL_FAMILIES = (GPT2, BLOOM, NEOX)

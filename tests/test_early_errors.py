@@ -97,9 +97,9 @@ CASES = {
     **{
         f"{verb} small {SMALL[0]} out=runs/none {setting}": (64, f"{key} '{name}' cannot be loaded: {why}")
         for verb in ("train", "submit")
-        for key in ("engine.name", "model.block", "optim.schedule", "data.source", "log.sinks")
+        for key in ("engine.name", "model.block", "optim.schedule", "data.source", "log.sinks", "train.callbacks")
         for name, why in OWN.items()
-        for setting in [f"{key}=[{name}]" if key == "log.sinks" else f"{key}={name}"]
+        for setting in [f"{key}=[{name}]" if key in ("log.sinks", "train.callbacks") else f"{key}={name}"]
     },
     "train small data.prefix=data data.tokenizer=nosuch.mod:Foo": (
         64,

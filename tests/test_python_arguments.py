@@ -182,6 +182,7 @@ KINDS = {
     "model.bias": {*BOOLS},
     "name": {*TEXTS, *WHOLE, *NUMBERS, "-1", "2^70", "10^400", "too long", "an option", "no YAML", "None as text"},
     "log.sinks": {"empty list"},
+    "train.callbacks": {"empty list"},
     "engine.device": {*TEXTS},
     "job.modules": {*LISTS, "empty list"},
     "job.env": {"mapping"},

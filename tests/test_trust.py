@@ -12,6 +12,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.base.folders import exposed
 from hpclm.config import DataConfig, JobConfig, LogConfig, ModelConfig, OptimConfig, compose
 from hpclm.config.engine import EngineConfig
+from hpclm.config.monitoring import TrainConfig
 from hpclm.data import sources, tokenizers
 from hpclm.engine import engine_class
 from hpclm.model import gpt
@@ -150,11 +151,12 @@ def test_every_setting_that_can_name_code_is_known_to_do_so():
         "optim": OptimConfig,
         "engine": EngineConfig,
         "log": LogConfig,
+        "train": TrainConfig,
         "job": JobConfig,
     }
     for key in compose.NAMES_CODE:
         section, name = key.split(".")
-        named = ["mine:Thing"] if name == "sinks" else "mine:Thing"
+        named = ["mine:Thing"] if name in ("sinks", "callbacks") else "mine:Thing"
         assert getattr(sections[section](**{name: named}), name) == named
     documented = Path(__file__).parents[1] / "docs" / "settings.md"
     rows = [row for row in documented.read_text().splitlines() if "package.module:" in row]

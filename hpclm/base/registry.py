@@ -21,7 +21,8 @@ def problem(kind: str, name: str, table: Mapping[str, Any]) -> str | None:
     """The error if ``name`` is neither in ``table`` nor of the form package.module:Name; else None. Imports nothing."""
     if name in table or OWN.fullmatch(name):
         return None
-    return f"unknown {kind} {name!r}; choose one of {sorted(table)} or 'package.module:Name'.{hint(name, table)}"
+    choices = f"one of {sorted(table)} or " if table else ""
+    return f"unknown {kind} {name!r}; choose {choices}'package.module:Name'.{hint(name, table)}"
 
 
 def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:

@@ -1,4 +1,4 @@
-"""Settings of evaluation, logging and profiling."""
+"""Settings of evaluation, callbacks, logging and profiling."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,6 +24,18 @@ class EvaluateConfig(Section, key="evaluate"):
         1000, "Steps between evaluations, besides one after the last step; 0: no evaluation.", at_least=0, unit="steps"
     )
     batches: int = setting(10, "Global batches per evaluation, always the same.", at_least=1, unit="batches")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section, key="train"):
+    """Your own code in the training loop."""
+
+    callbacks: list[str] = setting(
+        [],
+        "Classes that rank 0 calls after steps and evaluations, as package.module:Name; they may save and stop the run "
+        "(hpclm docs your-own-code).",
+        names={},
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hpclm.config.data import DataConfig
 from hpclm.config.engine import EngineConfig, ParallelConfig
 from hpclm.config.job import ClusterConfig, JobConfig
 from hpclm.config.model import ModelConfig
-from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig
+from hpclm.config.monitoring import EvaluateConfig, LogConfig, ProfileConfig, TrainConfig
 from hpclm.config.optim import OptimConfig, ScalerConfig
 from hpclm.config.plan import Plan
 from hpclm.config.rules import WARNINGS
@@ -24,7 +24,7 @@ from hpclm.config.setting import setting
 
 SAVES = "checkpoint.enabled: nothing is saved"
 MAX_BUDGET = 10**9  # epochs, or hours
-BESIDE_TRAINING = ("log", "job")
+BESIDE_TRAINING = ("log", "job", "train")
 """Sections that may name user code which takes no part in training: it runs in other processes, or only reads metrics."""
 OWN_CODE = re.compile(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*")
 
@@ -235,6 +235,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     engine: EngineConfig = EngineConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     profile: ProfileConfig = ProfileConfig()

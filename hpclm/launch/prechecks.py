@@ -25,6 +25,7 @@ from hpclm.launch import local
 from hpclm.launch.schedulers import slurm_commands as slurm
 from hpclm.node.processes import NoAnswerError
 from hpclm.rundir import summary
+from hpclm.training import callbacks
 from hpclm.training.start import Check, RunStart
 
 WIDEST_BUILT = 2048  # largest model.hidden for which a block (200 MB) is built on the login node
@@ -90,6 +91,7 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
         gpt.check_blocks(gpt.layers(run.model, run.engine, torch.float32, run.seed))
     if run.optim.name not in OPTIMIZERS:
         _check_optimizer(run)
+    callbacks.load(run.train.callbacks)
     if with_sinks:
         for name in set(run.log.sinks).difference(SINKS):
             sinks.lookup(name)

@@ -13,11 +13,13 @@ from hpclm.engine import StepResult
 from hpclm.node.preemption import WARNINGS
 from hpclm.parallel.async_all_reduce import AsyncAllReduce, Reduction
 from hpclm.rundir.control_files import KILL_SWITCH, ControlFiles
+from hpclm.training.callbacks import FAILED
 from hpclm.training.opening import OpenRun
 
 PREFIX = "control/"  # keeps the control values apart from a step's metrics
 SIGNALS = tuple(number.name for number in WARNINGS)
-STOPS = (None, "stop", KILL_SWITCH)
+CALLBACKS = "train.callbacks"
+STOPS = (None, CALLBACKS, "stop", KILL_SWITCH, FAILED)
 """Requests that end a run for good, by their number in the control vector. A kill switch also ends the next start."""
 
 
@@ -27,7 +29,7 @@ class ControlState:
 
     since: Mapping[str, float] = field(default_factory=dict)
     """Seconds since any rank first received a signal, by the signal's name."""
-    stop: str | None = None  # the request that ends the run for good: "stop" or "kill_switch"
+    stop: str | None = None  # the request that ends the run for good, one of STOPS
     out_of_time: bool = False  # the attempt has lasted exit_minutes, set-up included
     save: bool = False  # a save-now request is pending
     written: bool = True  # no rank is still writing its part of a checkpoint
@@ -102,6 +104,8 @@ class Control:
         """Remove a request that was carried out."""
         if self.control_files:
             self.control_files.remove(request)
+        if self.run.callbacks:
+            self.run.callbacks.requests.discard(request.removesuffix("-now"))
 
     def _values(self) -> dict[str, float]:
         """Values to be max-reduced over all ranks."""
@@ -109,7 +113,8 @@ class Control:
         values = {
             "writing": not self.run.store.written(),
             "stop": self._stop(),
-            "save": self.control_files is not None and self.control_files.requested("save-now"),
+            "save": self.control_files is not None
+            and (self.control_files.requested("save-now") or "save" in self._of_callbacks),
             "lost": self.run.lease is not None and self.run.lease.lost,
             "minutes": minutes if self.run.context.is_main else 0.0,
             "attempt_minutes": self._set_up_minutes + minutes,
@@ -119,14 +124,22 @@ class Control:
         }
         return {PREFIX + name: float(value) for name, value in values.items()}
 
+    @property
+    def _of_callbacks(self) -> set[str]:
+        """The pending requests of this rank's callbacks."""
+        return self.run.callbacks.requests if self.run.callbacks else set()
+
     def _stop(self, now: bool = False) -> int:
         """The index in STOPS of the pending request. ``now``: look at the files even if they were checked a moment ago."""
         if self.control_files is None:
             return 0
-        stop = self.control_files.requested("stop", now)
-        if self.control_files.requested(KILL_SWITCH):
-            return STOPS.index(KILL_SWITCH)
-        return int(stop)
+        asked = {
+            FAILED: FAILED in self._of_callbacks,
+            "stop": self.control_files.requested("stop", now),
+            KILL_SWITCH: self.control_files.requested(KILL_SWITCH),
+            CALLBACKS: "stop" in self._of_callbacks,
+        }
+        return max((STOPS.index(name) for name, is_pending in asked.items() if is_pending), default=0)
 
     def _state(self, reduced: Mapping[str, float]) -> ControlState:
         """The state that reduced values describe."""

@@ -25,6 +25,7 @@ class Evaluator:
     def evaluate(self, progress: Progress, every: int, is_leaving: Callable[[], bool]) -> None:
         """Measure the parts that have no loss for this step yet. Stop once ``is_leaving()``, which is called every ``every`` micro-batches."""
         interrupted = False
+        known = len(self.losses)
 
         def until_leaving(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
             nonlocal interrupted
@@ -51,6 +52,9 @@ class Evaluator:
             self.losses[progress.step, part] = loss
             if self.run.meter:
                 self.run.meter.evaluated(progress.step, progress.samples, loss, part)
+        if self.run.callbacks and len(self.losses) > known:
+            losses = {part: loss for (step, part), loss in self.losses.items() if step == progress.step}
+            self.run.callbacks.after_evaluation(progress.step, losses)
 
     def is_complete(self, step: int) -> bool:
         """Whether every part that can be measured has a loss for ``step``."""

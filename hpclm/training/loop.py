@@ -15,6 +15,7 @@ from hpclm.diagnostics import corruption
 from hpclm.distributed.context import DistributedContext
 from hpclm.rundir import folder
 from hpclm.training import messages
+from hpclm.training.callbacks import FAILED
 from hpclm.training.control import Control, ControlState
 from hpclm.training.evaluation import Evaluator
 from hpclm.training.opening import MemoryPlanner, OpenRun, open_run
@@ -216,6 +217,8 @@ class TrainingLoop:
         if not progress.health.good:
             text = "%s; hpclm checkpoints %s shows which are healthy"
             log.warning(text, progress.health.describe(), files.typed(self.config.out))
+        if state.stop == FAILED:
+            self.context.run_on_main(self._raise_failure_of_callback)
         self._record_end(progress, over, requeue)
         if not requeue:
             if finished and self.run.notifier and self.context.is_main:
@@ -227,6 +230,15 @@ class TrainingLoop:
             if why:
                 log.warning("%s: %s was asked to start the job again", why, self.context.job.scheduler)
         return ExitCode.REQUEUE
+
+    def _raise_failure_of_callback(self) -> None:
+        """DivergedError, on rank 0."""
+        assert self.run.callbacks is not None
+        saved = f"step {self.saver.step} is saved" if self.saver.step else "nothing is saved"
+        again = f"correct the class, or set its optional = True, then hpclm resume {files.typed(self.config.out)}"
+        error = DivergedError(f"{self.run.callbacks.failure}; {saved}; {again}")
+        error.shared = True
+        raise error
 
     def _record_end(self, progress: Progress, over: bool, requeue: bool) -> None:
         """Log how the attempt ends and what follows, and record it. ``over``: no other attempt is needed."""

@@ -34,7 +34,9 @@ from hpclm.training.tensorboard import TensorBoard
 log = logging.getLogger(__name__)
 MAX_QUEUED = 1000  # calls in the thread's queue; the training loop waits while it is full
 IDLE = 1.0  # seconds without work after which the thread calls ``idle``
-NOTABLE_WAIT = 0.05  # fraction of the step time spent waiting for data, above which the log line shows it
+NOTABLE_WAIT = (
+    0.05  # fraction of the step time spent waiting for data, or for callbacks, above which the log line shows it
+)
 
 
 class Meter:
@@ -117,12 +119,13 @@ class Meter:
 
     def step(
         self, step: int, samples: int, measured: dict[str, float], expert_tokens: NDArray[np.float64] | None = None
-    ) -> None:
-        """Record a step. ``samples``: consumed so far. ``measured``: the step's other fields, such as batch_size and step_seconds.
-        ``expert_tokens``: see ExpertLoad.step."""
+    ) -> dict[str, Any]:
+        """Record a step; returns its row. ``samples``: consumed so far. ``measured``: the step's other fields, such as batch_size and
+        step_seconds. ``expert_tokens``: see ExpertLoad.step."""
         row = {"step": step, "samples": samples, "time": round(time.time(), 3), **measured}
         row |= self.speed(int(measured["batch_size"]), measured["step_seconds"])
-        self._writer(lambda: self._step(row, expert_tokens))
+        self._writer(lambda: self._step(dict(row), expert_tokens))
+        return row
 
     def _step(self, row: dict[str, Any], expert_tokens: NDArray[np.float64] | None) -> None:
         step = row["step"]
@@ -181,6 +184,7 @@ class Meter:
             mean |= {"loss": sum(losses) / len(losses), "counted_tokens": None}
         mean["step_seconds"] = seconds / len(rows)
         mean["data_fraction"] = sum(row["data_seconds"] for row in rows) / seconds
+        mean["callback_seconds"] = sum(row.get("callback_seconds", 0.0) for row in rows) / len(rows)
         log.info("%s", step_line(rows, mean, self.total, first=step == self.start + 1), extra=LIVE)
         if self._board:
             self._board.flush()
@@ -265,6 +269,9 @@ def step_line(
     waiting = mean.get("data_fraction", 0)
     if waiting > NOTABLE_WAIT:
         parts.append(f"{waiting:.0%} waiting for data")
+    in_callbacks = mean.get("callback_seconds", 0.0)
+    if in_callbacks > NOTABLE_WAIT * mean["step_seconds"]:
+        parts.append(f"{in_callbacks:.3f} s/step in callbacks")
     parts.append(f"{mean['step_seconds']:.3f} s/step")
     if total and not first:
         parts.append(f"{_clock((total - mean['step']) * mean['step_seconds'])} left")

@@ -35,7 +35,8 @@ from hpclm.rundir import events
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
-from hpclm.training import messages, records, tuning
+from hpclm.training import callbacks, messages, records, tuning
+from hpclm.training.callbacks import Callbacks
 from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.metrics import Meter, Speed
 from hpclm.training.profile import Profile
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that is open on this rank. Only rank 0 has a lease, a meter, sinks and a notifier."""
+    """A run that is open on this rank. Only rank 0 has a lease, a meter, sinks, a notifier and callbacks."""
 
     config: RunConfig
     context: DistributedContext
@@ -62,6 +63,7 @@ class OpenRun:
     profile: Profile | None = None
     sinks: Sinks | None = None
     notifier: Notifier | None = None
+    callbacks: Callbacks | None = None
 
     @property
     def out(self) -> Path:
@@ -118,6 +120,8 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
                 attempt = begin_attempt(recorded, context, data, directory, back_to)
                 notifier.begin(attempt, data.begin.step, directory.restarted)
             log.info("run directory %s, %s", out, how_it_begins(store, data.begin.step))
+            names = config.train.callbacks
+            of_user = context.keep_on_main(lambda: Callbacks(names, out)) if names else None
             with (
                 Sinks(config.log.sinks if context.is_main else [], out) as sinks,
                 open_meter(config, context, compute, data, directory.summary) as meter,
@@ -138,6 +142,7 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
                     profile=profile,
                     sinks=sinks,
                     notifier=notifier,
+                    callbacks=of_user,
                 )
 
 
@@ -157,9 +162,10 @@ def open_devices(config: RunConfig, context: DistributedContext) -> Compute:
     mesh = replace(mesh, nodes=len({context.ranks[rank].node for rank in mesh.dp.ranks}))
     if config.modules() or config.engine.name == "deepspeed":
         environment.for_code_that_may_compile()
-    # both raise before anything is written; a schedule that cannot be loaded would otherwise fail only after the warm-up
+    # these raise before anything is written; a schedule that cannot be loaded would otherwise fail only after the warm-up
     engines.engine_class(config.for_engine(context.size), device)
     shape(config.optim)
+    context.keep_on_main(lambda: callbacks.load(config.train.callbacks))
     return Compute(device, dtype, mesh)
 
 

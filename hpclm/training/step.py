@@ -197,5 +197,9 @@ class Stepper:
         if not skipped and step.result.expert_tokens is not None:  # a skipped step may have routed by non-finite scores
             expert_tokens = step.reduction.counts.numpy()
         if self.run.meter:
-            self.run.meter.step(number, step.progress.samples, row, expert_tokens)
+            if self.run.callbacks:
+                row["callback_seconds"] = self.run.callbacks.take_seconds()
+            written = self.run.meter.step(number, step.progress.samples, row, expert_tokens)
+            if self.run.callbacks:
+                self.run.callbacks.after_step(number, written)
         self.guard.check(number, loss, grad_norm, skipped, searching)

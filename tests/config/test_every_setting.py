@@ -398,6 +398,7 @@ ELSEWHERE = {
     "log.every": "tests/training/test_metrics.py",
     "log.tensorboard": "tests/test_several_runs.py",
     "log.sinks": "tests/sinks/test_sinks.py",
+    "train.callbacks": "tests/training/test_callbacks.py",
     "optim.arguments": "tests/optim/test_user_optimizer.py",
     "log.project": "tests/sinks/test_sinks.py",
     "profile.steps": "tests/training/test_profile.py",

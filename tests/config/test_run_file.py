@@ -138,7 +138,8 @@ def test_a_site_file_describes_the_cluster_and_nothing_else(tmp_path):
 
 def test_code_of_the_users_own_that_takes_part_in_training_is_listed():
     own = ["model.block=my.mod:Block", "optim.schedule=hpclm.optim.schedules:cosine", "data.source=other:source"]
-    run = config.load(None, [*own, "log.sinks=[wandb, third:Sink]", "job.cluster=fourth:Cluster", "budget.steps=5"])
+    beside = ["log.sinks=[wandb, third:Sink]", "job.cluster=fourth:Cluster", "train.callbacks=[fifth:Stop]"]
+    run = config.load(None, [*own, *beside, "budget.steps=5"])
     assert run.code_of_training() == ["model.block=my.mod:Block", "data.source=other:source"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpclm import cli
+from hpclm.training.callbacks import load
 from hpclm.trials import kinds
 from hpclm.trials.verdict import SETTINGS
 from tests.runs import PATIENCE, ROOT, hpclm
@@ -18,6 +19,8 @@ from tests.test_documentation import assert_printed
 PAGE = (ROOT / "docs/your-own-code.md").read_text()
 NAMES = dict(re.findall(r"`'?(?:hpclm preprocess --)?([\w.]+)[= ]\[?(mine:\w+)\]?'?`", PAGE.partition("## A block")[0]))
 """Setting -> the example that the page's table names."""
+UNTRIED = ("job.cluster", "train.callbacks")
+"""Settings whose code the selftest does not try."""
 
 
 def write_examples(folder):
@@ -35,26 +38,36 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_the_page_has_an_example_of_each_kind_that_the_selftest_knows(mine):
-    assert {*NAMES} | {"data.tokenizer"} == {*SETTINGS.values(), "tokenizer", "job.cluster"}
+    assert {*NAMES} | {"data.tokenizer"} == {*SETTINGS.values(), "tokenizer", *UNTRIED}
     for setting, name in NAMES.items():
-        if setting != "job.cluster":
+        if setting not in UNTRIED:
             kind = kinds.kind_of(name, kinds.load(name))
             assert SETTINGS[kind].endswith(setting), name
 
 
 @pytest.mark.parametrize("block", ["mine:GatedBlock", "mine:TwoMLPs"])
 def test_the_examples_train_together(mine, block):
-    names = {key: name for key, name in NAMES.items() if key not in ("tokenizer", "log.sinks", "job.cluster")}
+    names = {key: name for key, name in NAMES.items() if key not in ("tokenizer", "log.sinks", *UNTRIED)}
     words = [f"{key}={name}" for key, name in (names | {"model.block": block}).items()]
     words += ["data.tokenizer=mine:Bytes", "model.vocab_size=257", "log.sinks=[mine:Lines]", "engine.device=cpu"]
+    words += ["train.callbacks=[mine:EarlyStop, mine:Plot]"]
     assert cli.main(["train", "debug", "budget.steps=2", "optim.warmup=1", "out=run", *words]) == 0
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2
     assert ("size" in rows[0]) == ("square" in rows[0]) == (block == "mine:GatedBlock")
 
 
+def test_the_callbacks_of_the_page_stop_early_and_plot(mine, tmp_path):
+    early, plot = (kind(tmp_path) for kind in load(["mine:EarlyStop", "mine:Plot"]))
+    asked = [early.after_evaluation(number, {"valid": loss}) for number, loss in enumerate([3, 2, 2, 1, 2, 3, 1])]
+    assert asked == [None, None, None, None, None, None, "stop"]
+    for step in range(1, 101):
+        plot.after_step(step, {"loss": 1 / step})
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["mine:TwoMLPs", *(name for key, name in NAMES.items() if key != "job.cluster")])
+@pytest.mark.parametrize("name", ["mine:TwoMLPs", *(name for key, name in NAMES.items() if key not in UNTRIED)])
 def test_the_selftest_finds_every_example_right(mine, name):
     env = {**os.environ, "PYTHONPATH": str(mine), "OMP_NUM_THREADS": "1"}
     hpclm("selftest", name, check=0, env=env, cwd=mine)

@@ -250,8 +250,7 @@ REFUSES = {
         "tokens": {*VALUES},
     },
     "report": {
-        "output": {*VALUES},
-        "images": {*VALUES} - {*BOOLS},
+        "output": {*VALUES} - ANY_TEXT,
         "samples": {*VALUES} - ANY_TEXT | {"half a character"},
     },
     "convert": {"dtype": {*VALUES}, "shard_gb": {*VALUES}, "allow_nan": {*VALUES}},

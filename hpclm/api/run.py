@@ -45,7 +45,7 @@ class Report(os.PathLike[str]):
     path: Path
 
     @classmethod
-    def written(cls, runs: list[Path], output: str | os.PathLike[str], images: bool, samples: str | None) -> "Report":
+    def written(cls, runs: list[Path], output: str | os.PathLike[str], samples: str | None) -> "Report":
         """Write the page of ``runs`` to ``output``; see hpclm.report."""
         from hpclm.reporting.page import Sampler, write
 
@@ -55,7 +55,7 @@ class Report(os.PathLike[str]):
                 from hpclm.inference.samples import samples_of_runs
 
                 sampler = samples_of_runs
-            return cls(write(runs, Path(paths.expanded(os.fspath(output))), images, samples, sampler)[0])
+            return cls(write(runs, Path(paths.expanded(os.fspath(output))), True, samples, sampler)[0])
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -230,19 +230,16 @@ class Run(os.PathLike[str]):
             return on_documents(self.path, words(changes), file, prefix, tokens)
 
     @checked
-    def report(
-        self, output: str | os.PathLike[str] | None = None, images: bool = False, samples: str | None = None
-    ) -> Report:
+    def report(self, output: str | os.PathLike[str] | None = None, samples: str | None = None) -> Report:
         """Write a page about the run, with its origin, curves and attempts. A notebook shows the page. See `hpclm report`.
 
         Args:
-            output: the page; by default report.html in the run directory.
-            images: also write the charts as images beside it.
+            output: the page, or a folder for the page and images of its charts; by default report.html in the run directory.
             samples: a text that the models of some checkpoints continue.
         """
         if output is None:
             output = self.path / "report.html"
-        return Report.written([self.path], output, images, samples)
+        return Report.written([self.path], output, samples)
 
     @checked
     def convert(

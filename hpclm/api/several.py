@@ -109,9 +109,7 @@ def compare(runs: Runs) -> "DataFrame":
 
 
 @checked
-def report(
-    runs: Runs, output: str | os.PathLike[str] | None = None, images: bool = False, samples: str | None = None
-) -> Report:
+def report(runs: Runs, output: str | os.PathLike[str] | None = None, samples: str | None = None) -> Report:
     """Write a page that compares runs, the best first, and show it in a notebook; see `hpclm report`.
 
     >>> hpclm.report(runs)
@@ -119,14 +117,14 @@ def report(
 
     Args:
         runs: runs, their directories, names below runs, or patterns such as "small-lr-*".
-        output: the page; by default report.html in the current folder, or in the run directory of a single run.
-        images: also write the charts as images beside it.
+        output: the page, or a folder for the page and images of its charts; by default report.html in the current folder, or in the run
+            directory of a single run.
         samples: a text that their models continue.
     """
     chosen = _paths(runs)
     if output is None:
         output = chosen[0] / "report.html" if len(chosen) == 1 else "report.html"
-    return Report.written(chosen, output, images, samples)
+    return Report.written(chosen, output, samples)
 
 
 def _axes(swept: Mapping[str, Any] | str) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -3,24 +3,20 @@
 from pathlib import Path
 
 from hpclm.base import paths
-from hpclm.base.errors import UsageError
 from hpclm.base.terminal import say
 from hpclm.inference.samples import samples_of_runs
 from hpclm.parser import SEVERAL, Parser
-from hpclm.reporting.page import PAGE, write
+from hpclm.reporting.page import NAME, write
 from hpclm.rundir import runs as folders
 
 
 def main(run: list[str], runs_folder: Path, output: Path | None, samples: str | None, no_png: bool) -> int:
     """Write the page and its images, and print their paths."""
-    if output and output.suffix != PAGE:
-        raise UsageError(f"--output {output} must end with {PAGE}")
     chosen = folders.choose(run, runs_folder)
-    in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
-    images = not no_png and (in_run_folder or output is not None)  # outside a run directory, write the page only
     if output is None:
-        output = chosen[0] / "report.html" if in_run_folder else Path("report.html")
-    for path in write(chosen, output, images, samples, samples_of_runs):
+        in_run_folder = len(chosen) == 1 and not folders.other_owner(chosen[0])
+        output = chosen[0] if in_run_folder else Path(NAME)
+    for path in write(chosen, output, not no_png, samples, samples_of_runs):
         say(str(path))
     return 0
 
@@ -37,13 +33,14 @@ def parser() -> Parser:
         "-o",
         "--output",
         type=paths.option_path,
-        metavar="FILE",
-        help="the page (default: RUN/report.html; for several runs, or another user's run: report.html here, without images)",
+        metavar="PATH",
+        help="a page, FILE.html, or a folder for the page and its images (default: RUN; for several runs, or another user's run: "
+        "report.html here)",
     )
     options.add_argument(
         "--samples",
         metavar="PROMPT",
         help="show how the models continue this text: some checkpoints of one run, or the newest checkpoint of each of several",
     )
-    options.add_argument("--no-png", action="store_true", help="write the page only, no images beside it")
+    options.add_argument("--no-png", action="store_true", help="write no images")
     return options

@@ -19,8 +19,7 @@ from hpclm.reporting.provenance import Settings
 from hpclm.reporting.standings import Standing
 from hpclm.rundir.state import span
 
-PAGE = ".html"
-"""The end of a page's name."""
+NAME = "report.html"
 SPREAD = "Each point is the mean of {} steps; the band reaches from their lowest to their highest value."
 DIVERGED = "✕: the run diverged, and is off the chart from there; charts show the healthy range."
 CLIPPED = "Values above {:.3g} are off the chart."
@@ -270,25 +269,29 @@ def write(
 ) -> list[Path]:
     """Write the report of the runs ``chosen``; returns the paths of its files, the page first.
 
-    ``prompt``: a text for their models to continue. ``sampler``: generates the continuations.
+    ``output``: the page, which ends with .html, or a folder for the page and, ``with_images``, an image of each chart. ``prompt``: a text
+    for their models to continue. ``sampler``: generates the continuations.
     """
-    if output.suffix != PAGE:
-        raise ConfigError(f"output {output} must end with {PAGE}")
+    is_page = output.suffix == ".html" and not output.is_dir()
+    if output.suffix and not is_page and not output.is_dir():
+        raise ConfigError(f"output {output} must end with .html, or be a folder")
     if not output.parent.is_dir():
         raise ConfigError(f"output {output}: the folder {output.parent} does not exist")
+    page_path = output if is_page else output / NAME
     named = dict(zip(comparison.names(chosen), chosen, strict=True))
     samples: Samples = {}
     if sampler and prompt is not None:
         samples = sampler(named, prompt)
     runs = {name: history.read_history(out) for name, out in named.items()}
     settings = {name: provenance.settings_of_run(out) for name, out in named.items()}
-    written = {output: page(ReportContent(runs, settings, prompt or "", samples)).encode(errors="replace")}
-    if with_images:
+    written = {page_path: page(ReportContent(runs, settings, prompt or "", samples)).encode(errors="replace")}
+    if with_images and not is_page:
         for name, figure in images.images(runs).items():
             label = re.sub("[ /_]", "-", name)
-            written[output.with_name(f"{output.stem}-{label}.png")] = image_style.encoded(figure)
+            written[output / f"report-{label}.png"] = image_style.encoded(figure)
     for path, data in written.items():
         try:
+            path.parent.mkdir(exist_ok=True)
             files.write_bytes(path, data)
         except OSError as error:
             raise unwritten(error, path, "choose another output") from None

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,6 @@ from hpclm.rundir import config_history
 from hpclm.rundir.summary import RunSummary
 from tests.events import note, rewrite
 from tests.reporting import made
-from tests.runs import exit_code
 
 pytest.importorskip("bokeh")
 pytest.importorskip("matplotlib")
@@ -317,14 +317,20 @@ def test_the_images_lie_beside_the_page(written):
             assert image.width > 900 and image.convert("L").getextrema()[1] == 255
 
 
-def test_several_runs_leave_one_file_in_the_current_folder_unless_a_name_is_given(tmp_path, monkeypatch, capsys):
+def test_several_runs_leave_one_file_or_one_folder(tmp_path, monkeypatch, capsys):
     for name in ("one", "two"):
         made.trained(tmp_path / "runs" / name, [3.0, 2.0])
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert cli.main(["report", "--runs", str(tmp_path / "runs"), "*"]) == 0
     assert capsys.readouterr().out == "report.html\n"
-    assert [path.name for path in (tmp_path / "here").iterdir()] == ["report.html"]
+    assert cli.main(["report", "--runs", str(tmp_path / "runs"), "*", "-o", "both.html"]) == 0
+    assert capsys.readouterr().out == "both.html\n"
+    assert cli.main(["report", "--runs", str(tmp_path / "runs"), "*", "-o", "both"]) == 0
+    named = capsys.readouterr().out.splitlines()
+    assert named[0] == "both/report.html" and "both/report-training-loss.png" in named
+    assert sorted(path.name for path in Path("both").iterdir()) == sorted(name.removeprefix("both/") for name in named)
+    assert sorted(path.name for path in Path().iterdir()) == ["both", "both.html", "report.html"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
@@ -342,13 +348,12 @@ def test_nothing_is_written_to_another_user_s_run(tmp_path, monkeypatch, capsys)
 
 
 def test_wrong_words_are_refused_and_nothing_is_written(written, tmp_path, capsys):
-    assert exit_code(["report", str(written / "one"), "-o", str(tmp_path / "page.pdf")]) == 2
-    assert "must end with .html" in capsys.readouterr().err
-    folder = tmp_path / "folder.html"
-    folder.mkdir()
-    assert cli.main(["report", str(written / "one"), "-o", str(folder)]) == 64
-    assert f"{folder}: Is a directory; choose another output" in capsys.readouterr().err
-    folder.rmdir()
+    assert cli.main(["report", str(written / "one"), "-o", str(tmp_path / "page.pdf")]) == 64
+    assert "must end with .html, or be a folder" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cli.main(["report", "--no-png", str(written / "one"), "-o", str(tmp_path / "file")]) == 64
+    assert f"{tmp_path / 'file'}: File exists; choose another output" in capsys.readouterr().err
+    (tmp_path / "file").unlink()
     assert cli.main(["report", str(tmp_path)]) == 64
     assert "is not a run directory" in capsys.readouterr().err
     assert cli.main(["report", str(written / "one"), "-o", "/nowhere/at/all.html"]) == 64

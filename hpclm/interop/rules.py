@@ -37,9 +37,24 @@ def same(ours: str, theirs: str) -> ConversionRule:
     return ConversionRule(ours, (theirs,), lambda x: [x], lambda tensors: tensors[0])
 
 
-def transposed(ours: str, theirs: str) -> ConversionRule:
-    """Rule for the weight of a linear layer that is stored as [in, out]."""
-    return ConversionRule(ours, (theirs,), lambda x: [x.t()], lambda tensors: tensors[0].t())
+def transformed(
+    rule: ConversionRule, there: Callable[[Tensor], Tensor], here: Callable[[Tensor], Tensor]
+) -> ConversionRule:
+    """``rule`` for tensors that are stored in another form. ``there``: from our form to theirs; ``here``: back."""
+    return replace(
+        rule,
+        split=lambda x: [there(part) for part in rule.split(x)],
+        join=lambda tensors: rule.join([here(tensor) for tensor in tensors]),
+    )
+
+
+def transposed(rule: ConversionRule) -> ConversionRule:
+    """``rule`` for the weight of a linear layer that is stored as [in, out], or all experts' as [E, in, out]; biases stay as they are."""
+
+    def swapped(x: Tensor) -> Tensor:
+        return x.transpose(-2, -1) if x.ndim > 1 else x
+
+    return transformed(rule, swapped, swapped)
 
 
 def table(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
@@ -89,11 +104,9 @@ def in_one(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
     )
 
 
-def shifted(rule: ConversionRule, by: float = 1.0) -> ConversionRule:
-    """``rule`` for a weight that is stored minus ``by``."""
-    return replace(
-        rule, split=lambda x: [part - by for part in rule.split(x)], join=lambda tensors: rule.join(tensors) + by
-    )
+def shifted(rule: ConversionRule) -> ConversionRule:
+    """``rule`` for a weight that is stored minus 1."""
+    return transformed(rule, lambda x: x - 1, lambda x: x + 1)
 
 
 def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
@@ -114,11 +127,7 @@ def reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
 def rows_reordered(rule: ConversionRule, order: Tensor) -> ConversionRule:
     """``rule`` for one tensor with another order of rows there: in each group of len(``order``) rows, theirs[``order``] equal ours."""
     back = order.argsort()
-
-    def split(x: Tensor) -> list[Tensor]:
-        return [_permuted(part, back) for part in rule.split(x)]
-
-    return replace(rule, split=split, join=lambda tensors: _permuted(rule.join(tensors), order))
+    return transformed(rule, lambda x: _permuted(x, back), lambda x: _permuted(x, order))
 
 
 def neighbours(config: ModelConfig) -> Tensor:
@@ -166,17 +175,6 @@ def separate(ours: str, theirs: Sequence[str], config: ModelConfig) -> Conversio
     )
 
 
-def side_by_side(ours: str, theirs: str, config: ModelConfig) -> ConversionRule:
-    """Rule for the fused projection, stored as GPT-2's: all queries, all keys, all values, as [in, out]."""
-
-    def split(x: Tensor) -> list[Tensor]:
-        return [torch.cat(unfused(x, config.attention.groups, config.head_width)).t()]
-
-    return ConversionRule(
-        ours, (theirs,), split, lambda tensors: fused(tensors[0].t().chunk(3), config.attention.groups)
-    )
-
-
 def fused(qkv: Sequence[Tensor], groups: int) -> Tensor:
     """Separate projections [heads x D, ...] -> the fused projection, grouped by key/value head."""
     return torch.cat([x.unflatten(0, (groups, -1)) for x in qkv], 1).flatten(0, 1)
@@ -214,9 +212,9 @@ def of_modules(
         elif len(theirs) > 1:
             yield stacked(ours, theirs)
         elif in_out and module == "attention.qkv":
-            yield side_by_side(ours, theirs[0], config)
-        elif in_out and kind == "weight" and module in LINEAR:
-            yield transposed(ours, theirs[0])
+            yield transposed(in_one(ours, theirs[0], config))
+        elif in_out and module in LINEAR:
+            yield transposed(same(ours, theirs[0]))
         else:
             yield same(ours, theirs[0])
 

@@ -2,25 +2,32 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from types import MappingProxyType
 from typing import NamedTuple
 
-VARIABLE = r"\$\(\(.*?\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^}]*\}|\$\w+|\$[@*#?]"
-PART = rf"(?:{VARIABLE}|\S)+"
+# brackets and braces may contain others, one level deep
+VARIABLE = r"\$\(\(.*?\)\)|\$\((?:[^()]|\([^()]*\))*+\)|`[^`]*`|\$\{(?:[^{}]|\{[^{}]*\})*+\}|\$\w+|\$[@*#?$]"
+NAMED = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?(?::?-(.*?))?\}?", re.DOTALL)
+WHOLE_ARRAY = re.compile(r'"(\$\{\w+\[@\]\})"')
+QUOTED = r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\."
+PIECE = re.compile(rf"{QUOTED}|{VARIABLE}", re.DOTALL)
+PART = re.compile(rf"(?:{VARIABLE}|\S)+", re.DOTALL)
+ARRAY = rf"[A-Za-z_]\w*\+?=\((?:{QUOTED}|{VARIABLE}|\#[^\n]*|[^)'\"\\#])*+\)"
 TOKEN = re.compile(
-    r"(?P<space>[ \t]+)|(?P<end>\n|;|&&?|\|\|?|\d?[<>]+&?\d?|[()])|(?P<comment>(?<![^\s;])\#[^\n]*)"
-    r"|'(?P<single>[^']*)'|\"(?P<double>(?:\\.|[^\"\\])*)\"|\\(?P<escaped>.)"
-    rf"|(?P<variable>{VARIABLE})|(?P<plain>[^\s;&|()<>'\"\\$`]+|.)",
+    r"(?P<comment>(?<![^\s;])\#[^\n]*)|(?P<end>\n|;|&&?|\|\|?|\d?[<>]+&?\d?)"
+    rf"|(?P<word>{ARRAY}|(?:{QUOTED}|{VARIABLE}|[^\s;&|()<>'\"\\`])+)|(?P<bracket>[()])|.",
     re.DOTALL,
 )
+COMMENT = re.compile(rf"({QUOTED})|(?<!\S)\#[^\n]*", re.DOTALL)
 HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?\n\s*\2(?=\n|$)", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-NAMED = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}?")
 BEGINS = ("if", "for", "while", "until", "case", "select")
 ENDS = ("fi", "done", "esac")
 BEFORE_COMMANDS = "then else elif do { } ! time exec nohup export declare readonly local"
-Piece = tuple[str, str]
-"""The quoting of a part of a word, and its text."""
+Variables = Mapping[str, Sequence[str]]
+"""The values of each variable: several of an array."""
 
 
 class Flag(NamedTuple):
@@ -73,114 +80,69 @@ def _commands(script: str) -> Iterator[list[str]]:
     variables: dict[str, list[str]] = {}
     depth = 0
     everything: list[str] = []
-    for words, array in _statements(script):
-        first = _plain(words[0])
-        depth += (first in BEGINS) - (first in ENDS)
-        while words and _plain(words[0]) in BEFORE_COMMANDS.split():
+    for words in _statements(script):
+        depth += (words[0] in BEGINS) - (words[0] in ENDS)
+        while words and words[0] in BEFORE_COMMANDS.split():
             words = words[1:]
-        assigned = [ASSIGNMENT.fullmatch(_plain(word)) for word in words]
-        if not words or not assigned[0]:
-            command = [part for word in words for part in _expanded(word, variables)]
-            yield command
-            yield from (_split(word) for word in command if " --" in word)
-            continue
-        if array:
-            assigned = assigned[:1]
-        for word, match in zip(words, assigned, strict=False):
-            if match is None:
-                break
-            name, more, rest = match.groups()
-            value = [("plain", rest), *word[1:]]
-            if array:
-                values = [part for one in words[1:] for part in _expanded(one, variables)]
-            else:
-                values = [_text(value, variables)]
+        assignments = list(takewhile(bool, map(ASSIGNMENT.fullmatch, words)))
+        for name, more, text in (match.groups() for match in assignments if match):
+            is_array = text.startswith("(")
+            values = _split(text.strip("()") if is_array else text, variables)
+            if not is_array:
+                values = [" ".join(values)]
             if depth:
                 values = [f"${name}"]
             elif more:
                 values = [*variables.get(name, []), *values]
-                if not array:
+                if not is_array:
                     values = ["".join(values)]
             variables[name] = values
-            everything += [part for text in values for part in _split(text)]
-            pieces = [_split(text) if " " in text else [text] for text in values]
-            yield [part for piece in pieces for part in piece]
+            parts = [part for value in values for part in _split(value)]
+            everything += parts
+            yield parts
+        if words[len(assignments) :]:
+            command = _split(" ".join(words[len(assignments) :]), variables)
+            yield command
+            yield from (_split(word) for word in command if " --" in word)
     yield everything
 
 
-def _statements(script: str) -> Iterator[tuple[list[list[Piece]], bool]]:
-    """The words of each statement, each as a list of pieces; and whether it is NAME=( ... )."""
-    words: list[list[Piece]] = []
-    pieces: list[Piece] = []
-    inside = False
-    array = False
-    for match in TOKEN.finditer(script + "\n"):
-        kind = str(match.lastgroup)
-        text = match[kind]
-        if kind not in ("space", "end", "comment"):
-            pieces.append((kind, text))
-            continue
-        if pieces:
-            words.append(pieces)
-            pieces = []
-        if kind != "end":
-            continue
-        if text == "(" and words and _plain(words[-1]).endswith("="):
-            inside = array = True
-        elif inside:
-            inside = text != ")"
-        else:
-            if words:
-                yield words, array
+def _statements(script: str) -> Iterator[list[str]]:
+    """The words of each statement, with their quotes and variables; NAME=( ... ) is one word."""
+    words: list[str] = []
+    for token in TOKEN.finditer(script + "\n"):
+        if token["word"]:
+            words.append(token["word"])
+        elif words and (token["end"] or token["bracket"]):
+            yield words
             words = []
-            array = False
 
 
-def _plain(word: Sequence[Piece]) -> str:
-    """The beginning of a word before any quotes and variables."""
-    return word[0][1] if word and word[0][0] == "plain" else ""
+def _split(text: str, variables: Variables = MappingProxyType({})) -> list[str]:
+    """The words of a text that a shell would parse, with ``variables`` substituted."""
+
+    def substituted(match: re.Match[str]) -> str:
+        piece = match[0]
+        if piece[0] in "'\\":
+            return piece
+        if piece[0] != '"':
+            return shlex.join(PART.findall(" ".join(_values(piece, variables))))
+        return re.sub(
+            VARIABLE, lambda inner: re.sub(r'([\\"])', r"\\\1", " ".join(_values(inner[0], variables))), piece
+        )
+
+    text = WHOLE_ARRAY.sub(lambda match: shlex.join(_values(match[1], variables)), text)
+    text = COMMENT.sub(lambda match: match[1] or "", text)
+    try:
+        return shlex.split(PIECE.sub(substituted, text))
+    except ValueError:
+        return text.split()
 
 
-def _expanded(word: Sequence[Piece], variables: dict[str, list[str]]) -> list[str]:
-    """The words that result from a word once its variables are substituted."""
-    words = [""]
-    for kind, text in word:
-        if kind == "variable":
-            parts = [part for value in _value(text, variables) for part in re.findall(PART, value)]
-        elif kind == "double" and re.fullmatch(r"\$\{\w+\[@\]\}", text):
-            parts = _value(text, variables)
-        else:
-            parts = [_text([(kind, text)], variables)]
-        words[-1] += "".join(parts[:1])
-        words += parts[1:]
-    quoted = any(kind in ("single", "double") for kind, _ in word)
-    return [] if words == [""] and not quoted else words
-
-
-def _text(word: Sequence[Piece], variables: dict[str, list[str]]) -> str:
-    """A word as one text, as in an assignment."""
-    texts = []
-    for kind, text in word:
-        if kind in ("double", "variable"):
-            text = re.sub(VARIABLE, lambda match: " ".join(_value(match[0], variables)), text)
-        if kind == "double":
-            text = re.sub(r'\\([\\"$`])', r"\1", text)
-        texts.append(text)
-    return "".join(texts)
-
-
-def _value(variable: str, variables: dict[str, list[str]]) -> list[str]:
+def _values(variable: str, variables: Variables) -> Sequence[str]:
     """The values of $NAME or ${NAME:-default}; the text itself if they are unknown."""
     match = NAMED.fullmatch(variable)
     if match is None:
         return [variable]
     name, default = match.groups()
     return variables.get(name, [variable if default is None else default])
-
-
-def _split(text: str) -> list[str]:
-    """The words of a text that a shell would parse again."""
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return text.split()

@@ -53,28 +53,6 @@ THEIRS = {
             rope_parameters={**YARN, "factor": None, "truncate": False, "mscale": 0, "attention_factor": None},
         ),
     ),
-    "OLMo 3, truncate where it is not read": (
-        "Olmo3",
-        dict(
-            **PADS,
-            sliding_window=5,
-            rope_parameters=dict(full_attention={**YARN, "truncate": False}, sliding_attention=PLAIN),
-        ),
-    ),
-    "OLMo 3, not truncated": (
-        "Olmo3",
-        dict(
-            **PADS, sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN, truncate=False)
-        ),
-    ),
-    "Gemma 3, not truncated": (
-        "Gemma3Text",
-        dict(
-            head_dim=16,
-            sliding_window=5,
-            rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN, truncate=False),
-        ),
-    ),
     "Llama, dynamic": ("Llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=5000.0, factor=2.0))),
     "Mistral": ("Mistral", dict(sliding_window=5, head_dim=16)),
     "Qwen 2": ("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=2)),
@@ -476,6 +454,16 @@ REFUSED = {
         dict(rope_parameters=dict(full_attention=YARN)),
         "the same rotary positions in all layers",
     ),
+    "OLMo 3, truncate": (
+        "olmo3",
+        dict(sliding_window=5, rope_parameters=dict(full_attention=YARN, sliding_attention=PLAIN, truncate=False)),
+        "rope_parameters: truncate is not supported in a class with several kinds of layers",
+    ),
+    "Gemma 3, truncate": (
+        "gemma3_text",
+        dict(rope_parameters=dict(full_attention={**YARN, "truncate": False}, sliding_attention=PLAIN)),
+        "rope_parameters: truncate is not supported",
+    ),
     "Mistral, other layers": (
         "mistral",
         dict(layer_types=["full_attention"] * 4, sliding_window=5),
@@ -530,7 +518,7 @@ REFUSED = {
     "DeepSeek V3, another width": (
         "deepseek_v3",
         dict(**DEEPSEEK, head_dim=20),
-        "head_dim=20, but this class needs qk",
+        "head_dim=20, but hpclm supports 8",
     ),
     "DeepSeek V3, usual attention": (
         "deepseek_v3",

@@ -28,7 +28,7 @@ def test_the_fused_projection_has_the_queries_of_each_group_before_its_key_and_v
         (rules.in_one("a", "b", CONFIG), [torch.cat([Q, K, V])]),
         (rules.reordered(rules.stacked("a", "qkv"), torch.tensor([1, 2, 3, 0])), [K, K + 50, V]),
         (rules.shifted(rules.same("a", "b")), [Q]),
-        (rules.transposed("a", "b"), [Q]),
+        (rules.transposed(rules.same("a", "b")), [Q]),
         (rules.stacked("a", ["gate", "up"]), [K, V]),
     ],
 )

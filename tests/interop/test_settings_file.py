@@ -188,6 +188,10 @@ def test_an_option_without_effect_does_not_become_a_setting_that_the_run_refuses
         "A=`date`\nx.py --a $A": ["`date`"],
         "A=1; A=2; x.py --a=$A # --b": ["2"],
         "export A=1 B=2\nx.py --a $A$B || exit": ["12"],
+        "A=1 B=2 x.py --a 3": ["3"],
+        'A=${A:-"${PWD}/b-$(date)"}\nx.py --a 4': ["4"],
+        "A=($(ls 'b c') 1)\nx.py --a ${A[1]} # it's": ["${A[1]}"],
+        'A=\'it"s\'\nx.py --a "$A 1" $A': ['it"s 1', 'it"s'],
     }.items(),
 )
 def test_literal_assignments_are_substituted(script, words):

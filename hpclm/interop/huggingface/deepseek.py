@@ -66,10 +66,6 @@ def read_attention(tree: Json) -> dict[str, Any]:
         raise ConfigError(
             f"num_key_value_heads={tree['num_key_value_heads']}, but latent attention needs num_attention_heads={heads}"
         )
-    if tree["head_dim"] != tree["qk_rope_head_dim"]:
-        raise ConfigError(
-            f"head_dim={tree['head_dim']}, but this class needs qk_rope_head_dim={tree['qk_rope_head_dim']}"
-        )
     given = tree["rope_parameters"]
     kind = given.get("rope_type")
     if given.get("mscale_all_dim") and kind not in ("yarn", "default"):

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import llama
-from hpclm.interop.rules import LOGICAL, ConversionRule, per_expert, same
+from hpclm.interop.rules import LOGICAL, ConversionRule, per_expert, same, transformed
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,10 @@ def rules(config: ModelConfig, names: Names = NAMES, more: Mapping[str, Any] | N
             yield rule
 
 
-def interleaved(ours: str, theirs: str) -> ConversionRule:
-    """Rule for gate and up projection [E, 2F, ...], stored as one tensor with alternating rows."""
-
-    def split(x: Tensor) -> list[Tensor]:
-        return [x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)]
-
-    return ConversionRule(
-        ours, (theirs,), split, lambda tensors: tensors[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+def interleaved(rule: ConversionRule) -> ConversionRule:
+    """``rule`` for gate and up projection [E, 2F, ...], stored with alternating rows."""
+    return transformed(
+        rule,
+        lambda x: x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2),
+        lambda x: x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2),
     )

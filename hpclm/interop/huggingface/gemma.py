@@ -44,15 +44,9 @@ GEMMA2 = replace(
 
 
 def write_rope_by_kind(config: ModelConfig) -> dict[str, Any]:
-    """Gemma 3's kinds of layers, and their rotary positions: by the older keys, which scale no layers with a window, if these suffice."""
-    keys = shape.layer_types(config, config.context)
-    if "truncate" in config.rope.scaling:
-        return keys | shape.described_by_kind(config)
-    return keys | {
-        "rope_theta": config.rope.base,
-        "rope_scaling": shape.scaling(config) or None,
-        "rope_local_base_freq": config.rope.window_base or config.rope.base,
-    }
+    """Gemma 3's kinds of layers, and their rotary positions by the older keys, which scale no layers with a window."""
+    keys = shape.described_rope(config) | shape.layer_types(config, config.context)
+    return keys | {"rope_local_base_freq": config.rope.window_base or config.rope.base}
 
 
 GEMMA3 = replace(
@@ -62,7 +56,6 @@ GEMMA3 = replace(
     keys=KEYS,
     constants={**GEMMA2.constants, "attention.qk_norm": True},
     parts=(shape.Part(shape.kinds_of_positions, write_rope_by_kind), shape.ATTENTION_BIASES),
-    newer=lambda config: "truncate" in config.rope.scaling,
     unread="hidden_act _sliding_window_pattern",
 )
 VAULTGEMMA = replace(

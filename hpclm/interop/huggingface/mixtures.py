@@ -13,7 +13,7 @@ from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import expert_weights, llama, relatives, shape
 from hpclm.interop.huggingface.relatives import TURNED
 from hpclm.interop.huggingface.shape import Json, Part
-from hpclm.interop.rules import LOGICAL, ConversionRule, changed, neighbours, reordered, same
+from hpclm.interop.rules import LOGICAL, ConversionRule, changed, neighbours, reordered, same, transformed, transposed
 
 MIXTRAL_NAMES = expert_weights.Names(
     router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}.", up=("w1", "w3"), down=("w2",)
@@ -144,22 +144,12 @@ def gpt_oss_rules(config: ModelConfig) -> Iterable[ConversionRule]:
         if module != "mlp.experts":
             yield rule
             continue
-        theirs = f"{llama.LAYER.format(block)}mlp.experts.{GPT_OSS_NAMES[kind]}"
-        rule = same(rule.ours, theirs)
+        rule = same(rule.ours, f"{llama.LAYER.format(block)}mlp.experts.{GPT_OSS_NAMES[kind]}")
         if kind.startswith("up"):
-            rule = expert_weights.interleaved(rule.ours, theirs)
+            rule = expert_weights.interleaved(rule)
         if not kind.endswith("bias"):
-            rule = turned(rule)
+            rule = transposed(rule)
         yield rule
-
-
-def turned(rule: ConversionRule) -> ConversionRule:
-    """The rule for matrices [E, out, in] that are stored as [E, in, out]."""
-
-    def split(x: Tensor) -> list[Tensor]:
-        return [part.transpose(1, 2) for part in rule.split(x)]
-
-    return replace(rule, split=split, join=lambda tensors: rule.join([tensors[0].transpose(1, 2)]))
 
 
 def read_gpt_oss(tree: Json) -> dict[str, Any]:
@@ -187,13 +177,9 @@ GPT_OSS = replace(
 
 def ernie_rules(config: ModelConfig) -> Iterable[ConversionRule]:
     """The conversion rule of each weight of an ERNIE 4.5, which rotates pairs of neighbours and has a bias [1, E]."""
-
-    def flat(rule: ConversionRule) -> ConversionRule:
-        return replace(rule, split=lambda x: [x[None]], join=lambda tensors: tensors[0].flatten())
-
     rules = expert_weights.rules(config, ERNIE_NAMES)
     rules = changed(rules, ".attention.qkv.", partial(reordered, order=neighbours(config)))
-    return changed(rules, ".choice_bias", flat)
+    return changed(rules, ".choice_bias", partial(transformed, there=lambda x: x[None], here=Tensor.flatten))
 
 
 def _sparse(first: int, last: int, interval: int, count: int) -> list[bool]:

@@ -159,15 +159,12 @@ def with_positions(tree: Json, pattern: Sequence[str], key: str) -> dict[str, An
 
 
 def described_by_kind(config: ModelConfig) -> dict[str, Any]:
-    """rope_parameters of a class with rotary positions for each kind of layers; transformers reads truncate at the outer level."""
+    """rope_parameters of a class with rotary positions for each kind of layers."""
     full = {"rope_type": "default", "rope_theta": config.rope.base, **scaling(config)}
     near = {"rope_type": "default", "rope_theta": config.rope.window_base or config.rope.base}
     if config.rope.window_scaled:
         near |= scaling(config)
-    parameters: dict[str, Any] = {"full_attention": full, "sliding_attention": near}
-    if "truncate" in full:
-        parameters["truncate"] = full["truncate"]
-    return {"rope_parameters": parameters}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": near}}
 
 
 def canonical(config: ModelConfig) -> ModelConfig:
@@ -207,25 +204,12 @@ def biases(*keys: str | bool) -> Part:
     return Part(read, write)
 
 
-def by_kind(tree: Json) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters of rotary positions in layers with full attention and in layers with a window, for a class that has both."""
-    both = mapping(tree["rope_parameters"], "rope_parameters")
-    full, window = (
-        dict(mapping(both.get(kind), f"rope_parameters.{kind}")) for kind in ("full_attention", "sliding_attention")
-    )
-    for parameters in (full, window):
-        if (
-            parameters.get("rope_type") == "yarn"
-        ):  # transformers reads truncate outside the parameters of a kind of layers
-            parameters.pop("truncate", None)
-            if "truncate" in both:
-                parameters["truncate"] = both["truncate"]
-    return full, window
-
-
 def kinds_of_positions(tree: Json) -> dict[str, Any]:
     """Our settings for a class whose layers with a window have other rotary positions; ConfigError if these have another scaling."""
-    full, window = by_kind(tree)
+    both = mapping(tree["rope_parameters"], "rope_parameters")
+    full, window = (mapping(both.get(kind), f"rope_parameters.{kind}") for kind in KEPT)
+    if any("truncate" in parameters for parameters in (both, full, window)):
+        raise ConfigError("rope_parameters: truncate is not supported in a class with several kinds of layers")
     kinds = layers(tree, turned=True)
     far = rotary(tree, full)
     near = rotary(tree, window)

@@ -101,6 +101,7 @@ TODAY = {
         *("optim.name=muon", "optim.newton_schulz_type=fp32"),
     ],
     "xielu": [*STYLES["llama"], "model.activation=xielu", "model.mlp_bias=true", "model.logits_fp32=true"],
+    "frozen": ["model.freeze=[tokens.*, block0.*, 'block1.attention.*', norm.*]"],
 }
 """Shapes of 2025's models; fewer of them are combined."""
 NOT_REPORTED = ("counted_tokens", "empty_micro_batches", "loss", "grad_norm", "skipped", "guarded", "z_loss")
@@ -168,7 +169,7 @@ def watched(engine):
 
     def watching(*args, **kwargs):
         optimizer.step = step
-        for weight in engine.weights:
+        for weight in engine.trained:
             begin, values = gradient(weight)
             for start, block in blocks(weight, begin, values, engine.mesh.tp):
                 seen.append((weight.name, block.cpu().numpy().copy(), weight.shape, start))

@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from tests import sizes
 from tests.parity import STEPS, STYLES, TODAY, alone, errors, trained
@@ -181,6 +182,15 @@ TODAYS_SAMPLE = {
     "pipelining0-cp2tp2pp2-latent",
     "fsdp23-dp2-latent",
     "pipelining0-cp2tp2pp2-sinks",
+    "native0-dp2tp2-frozen",
+    "native1-dp4-2-frozen",
+    "pipelining0-tp2pp2-zero_bubble-frozen",
+    "pipelining1-dp2pp2-frozen",
+    "fsdp23-dp4tp2-2-frozen",
+    "fsdp22-dp2-frozen",
+    "fairscale3-dp2tp2-frozen",
+    "deepspeed1-dp2pp2-frozen",
+    "deepspeed3-dp2tp2-frozen",
 }
 
 
@@ -220,6 +230,15 @@ def test_every_layout_learns_what_one_process_learns(layout, words, record_prope
         norm = abs(found["norms"][0] / wanted["norms"][0] - 1)
         record_property("gradients", f"{layout.engine}{layout.stage} {layout.size} {worst:.1e} {norm:.1e}")
         assert max(worst, norm) < 1e-6
+    frozen = {}
+    if TODAY["frozen"][0] in words:
+        first = alone(*words, steps=0)["tensors"]
+        frozen = {
+            name: tensor for name, tensor in first.items() if f"optim.exp_avg.{name[6:]}" not in wanted["tensors"]
+        }
+        assert len(frozen) == 1 + 12 + 4 + 2
+    for name, tensor in frozen.items():
+        assert torch.equal(found["tensors"][name], tensor), name
     for name, tensor in wanted["tensors"].items():
         assert found["tensors"][name].shape == tensor.shape
         if exact:

@@ -15,6 +15,8 @@ from hpclm.data.tokenizers import mismatch
 ADAMW = OptimConfig()
 FREE = {"dropout", "attention.dropout", "init_std", "kernels", "attention.kernel", *COEFFICIENTS}
 """Model settings that may change when a run is resumed."""
+NOT_THE_NETWORK = {"freeze"}
+"""Model settings that may differ in a run that starts from the weights (checkpoint.init_from), but not when a run is resumed."""
 WHY = {"batch.micro_size": ", and model.experts.balance_micro_batch, a loss over each micro-batch, depends on it"}
 """Reasons why a setting must not change, by its name, if not obvious."""
 DATASET_DIFFERENCES = {
@@ -42,9 +44,9 @@ def fingerprint(
     ``data``: the fingerprint of its source; None if unknown. ``micro_size``: samples of a micro-batch, or
     "auto" if a resumed run may choose another number; None if unknown.
     """
-    shape = {key: value for key, value in leaves(model) if key not in FREE}
+    shape = {key: value for key, value in leaves(model) if key not in FREE | NOT_THE_NETWORK}
     optimizer = {"name": row(optim.name).family or optim.name, "arguments": optim.arguments}
-    identity: dict[str, Any] = {"model": shape, "seed": seed, "optim": optimizer}
+    identity: dict[str, Any] = {"model": shape, "model.freeze": model.freeze, "seed": seed, "optim": optimizer}
     if model.experts.count and model.experts.balance_micro_batch and micro_size:
         identity["batch"] = {"micro_size": micro_size}
     if data is not None:

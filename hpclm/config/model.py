@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -70,6 +71,9 @@ class ModelConfig(Section, key="model"):
         0.02, "Standard deviation of initial weights; output projections: / sqrt(2 x layers).", at_least=0
     )
     block: str = setting("gpt", "gpt, or your own module, package.module:Name.", names=BLOCKS)
+    freeze: list[str] = setting(
+        [], "Weights that are not trained, by name or pattern: [tokens.*, 'block[0-5].*'] (hpclm docs finetune)."
+    )
     kernels: Literal["torch", "apex"] = setting("torch", "Norms on GPUs: PyTorch's, or NVIDIA apex's if installed.")
     attention: AttentionConfig = AttentionConfig()
     rope: RopeConfig = RopeConfig()
@@ -196,6 +200,10 @@ class ModelConfig(Section, key="model"):
         """The kinds of attention in the pattern that no layer has."""
         used = {self.attention.kind(number) for number in range(self.layers)}
         return [kind for kind in dict.fromkeys(self.attention.pattern) if kind not in used]
+
+    def freezes(self, name: str) -> bool:
+        """Whether ``freeze`` matches the name of a weight."""
+        return any(fnmatchcase(name, pattern) for pattern in self.freeze)
 
     @property
     def rotates(self) -> list[RopeConfig]:

@@ -14,6 +14,10 @@ class Asking(Protocol):
     """The settings that FEATURES read: a RunConfig, or an EngineSettings."""
 
     @property
+    def model(self) -> Any:
+        """The ModelConfig."""
+
+    @property
     def engine(self) -> Any:
         """The EngineConfig."""
 
@@ -56,6 +60,10 @@ class Supports:
     """Whether it supports optim.guard."""
     splits_by_replica: bool = False
     """Whether it supports blocks with different weights on data-parallel ranks (Placement.data_ranks)."""
+    freezes: bool = False
+    """Whether it supports model.freeze."""
+    frozen_stages: bool = False
+    """Whether it supports pipeline stages without trained weights."""
     clips_qk: bool = False
     """Whether it supports optim.qk_clip."""
     simulated: bool = False
@@ -127,6 +135,7 @@ SUPPORTS = {
         splits_by_replica=True,
         context=True,
         simulated=True,
+        freezes=True,
     ),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
@@ -138,12 +147,14 @@ SUPPORTS = {
         torch_to_compile={3: "2.12"},  # with 2.11, compiled blocks get gradients of 0
         guards=False,
         more="hpclm.config.deepspeed:unsuitable",
+        freezes=True,
     ),
     "fairscale": Supports(
         "hpclm.engine.fairscale:build",
         zero_stages=(3, 2),
         options=("bucket_mb", "gradients", "fp8", "offload_activations"),
         recompute_with_tensor=False,  # weights are freed once they have gradients, which biases then have too early
+        freezes=True,
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:build",
@@ -156,6 +167,7 @@ SUPPORTS = {
         splits_by_replica=True,
         context=True,
         simulated=True,
+        freezes=True,
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
@@ -171,6 +183,8 @@ SUPPORTS = {
         splits_by_replica=True,
         context=True,
         simulated=True,
+        freezes=True,
+        frozen_stages=True,
     ),
 }
 
@@ -280,6 +294,7 @@ FEATURES = (
         lambda can, run: can.guards,
         detail=lambda can, run: ", since its updates are the library's",
     ),
+    Feature("model.freeze", lambda run: run.model.freeze, lambda can, run: can.freezes),
     Feature("optim.qk_clip", lambda run: run.optim.qk_clip is not None, lambda can, run: can.clips_qk),
 )
 """Everything that only some engines support."""

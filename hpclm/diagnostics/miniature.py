@@ -103,7 +103,7 @@ class MiniatureRun:
         layers = max(BLOCKS, parallel.pipeline * parallel.chunks, len(firsts))
         if settings.engine.fp8:  # not in the first and the last block
             layers = max(layers, len(firsts) + 2)
-        model = model.replaced({"layers": layers, "attention.dropout": 0.0, **model.patterns(firsts)})
+        model = model.replaced({"layers": layers, "attention.dropout": 0.0, "freeze": [], **model.patterns(firsts)})
         # so that attention scores differ by about 1; otherwise a narrow model's attention would only average
         model = replace(model, init_std=max(model.init_std, model.hidden**-0.5))
         micro_batches = 2 * parallel.pipeline
@@ -258,7 +258,8 @@ class MiniatureRun:
             mesh = self.compute.alone.mesh
             slices = dict(begin=0, values=None, replicas=SINGLE, local_range=None, holders=None)
         weights = [
-            replace(weight, parameter=nn.Parameter(given(weight, weight.parameter)), **slices) for weight in run.weights
+            replace(weight, parameter=nn.Parameter(given(weight, weight.parameter), weight.trained), **slices)
+            for weight in run.weights
         ]
         optimizer, state, _ = optimizer_for(weights, replace(self.settings, optim=self._optim(exact, plain)), mesh)
         for group in optimizer.param_groups:
@@ -369,4 +370,4 @@ def _copies(engine: BaseEngine) -> Iterator[ShardedParameter]:
         values = engine.state.values(weight)
         if held.values is not None:
             values = values.flatten()[: held.count]
-        yield replace(held, parameter=nn.Parameter(values.clone()), values=None)
+        yield replace(held, parameter=nn.Parameter(values.clone(), weight.trained), values=None)

@@ -1,7 +1,6 @@
 """The engine interface: one optimizer step over one global batch."""
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,19 +11,16 @@ from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.registry import class_check, load, lookup
-from hpclm.config import EngineSettings, OptimConfig
+from hpclm.config import EngineSettings
 from hpclm.config.engine import ENGINES
-from hpclm.config.layer import Layer
 from hpclm.config.model import BLOCKS
 from hpclm.config.supports import OPTIONAL, SUPPORTS, Asking, Supports, unsupported
 from hpclm.engine.user_optimizers import check_optimizer
+from hpclm.engine.weight_names import check_weights
 from hpclm.model import gpt
-from hpclm.model.spec import LayerSpec
 from hpclm.node import hardware
-from hpclm.optim.optimizers import rate_and_decay
 from hpclm.parallel.mesh import Compute
 from hpclm.parallel.micro_batch import MicroBatch
-from hpclm.parallel.placement import Placement
 
 log = logging.getLogger(__name__)
 
@@ -172,9 +168,9 @@ def engine_class(config: EngineSettings, device: torch.device) -> Maker:
     specs = gpt.layers(config.model, config.engine, torch.float32, config.seed)  # loads a user-defined block
     if config.model.block not in BLOCKS and config.parallel.pipeline > 1:
         gpt.check_blocks(specs)
-    if config.optim.groups:
-        check_groups(config.optim, specs)
     check_supports(config, maker)
+    if config.model.freeze or config.optim.groups:
+        check_weights(config, specs)
     check_optimizer(
         config, getattr(maker, "supports", SUPPORTS.get(config.engine.name)), getattr(maker, "sharded", False)
     )
@@ -188,23 +184,6 @@ def unavailable(name: str) -> str | None:
         return None
     reason: str | None = load(supports.unavailable)()
     return reason
-
-
-def check_groups(optim: OptimConfig, specs: Sequence[LayerSpec]) -> None:
-    """ConfigError for entries of optim.groups that match no weight of these layers. Of equal blocks, only one is built."""
-    weights_of: dict[Layer | str, list[str]] = {}
-    for spec in specs:
-        kind = spec.layer or spec.name
-        weights_of[kind] = weights_of.get(kind) or [name for name, _ in spec.build().named_parameters()]
-    names = [f"{spec.name}.{name}" for spec in specs for name in weights_of[spec.layer or spec.name]]
-    unused = [entry for entry in optim.groups if not any(re.search(entry["match"], name) for name in names)]
-    if unused:
-        examples = ", ".join(dict.fromkeys(re.sub(r"^block\d+", "block0", name) for name in names))
-        raise ConfigError([f"optim.groups: {entry} matches no weight; weights are {examples}" for entry in unused])
-    if not any(rate_and_decay(name, Placement(()), optim)[0] for name in names):
-        raise ConfigError(
-            f"optim.groups={optim.groups} sets the learning rate of every weight to 0; nothing would be learned"
-        )
 
 
 def check_supports(config: Asking, maker: Maker) -> None:

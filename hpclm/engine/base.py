@@ -37,7 +37,7 @@ from hpclm.optim.adamw import update
 from hpclm.optim.optimizers import MatrixOptimizer, kind_of, optimizer_of
 from hpclm.optim.stability import LossScale
 from hpclm.optim.user_optimizer import UserOptimizer
-from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, union
+from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, all_reduce_max, union
 from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 from hpclm.parallel.placement import Placement
@@ -63,7 +63,7 @@ class BaseEngine:
         weights: Sequence[ShardedParameter],
         forward: Callable[[MicroBatch], ModelOutput] | None = None,
     ):
-        """``weights``: those that the optimizer updates. ``forward``: replaces Stack.forward if the engine does not call the model itself."""
+        """``weights``: all of this process, frozen ones included. ``forward``: replaces Stack.forward if the engine does not call the model itself."""
         mesh = compute.mesh
         device = compute.device
         self.forward: Callable[[MicroBatch], ModelOutput] = forward or model
@@ -72,6 +72,7 @@ class BaseEngine:
         self.device = device
         self.model = model
         self.weights = tuple(weights)
+        self.trained = tuple(weight for weight in weights if weight.trained)
         self.model_stacks = [module for module in model.modules() if isinstance(module, Stack)]
         self.reported: dict[str, Tensor] = {}
         """Values reported by layers and loss in this step, summed over this process's tokens."""
@@ -80,12 +81,12 @@ class BaseEngine:
         own_block = config.model.block not in BLOCKS
         # hpclm's own code draws random numbers only for dropout, and seeds them there
         self._own_code = own_block or any(map(OWN.fullmatch, (config.optim.name, config.engine.name)))
-        split = {weight.name for weight in self.weights if weight.placement.data_ranks > 1}
+        split = {weight.name for weight in self.trained if weight.placement.data_ranks > 1}
         # stages of hpclm's blocks hold the same kinds of weights, except experts
         if own_block or config.model.experts.count:
             split = union(split, mesh.pp)
         sharded = self.sharded or any(weight.local_range for weight in self.weights)
-        self.norm = GlobalNorm(self.weights, mesh, sharded, bool(split))
+        self.norm = GlobalNorm(self.trained, compute, sharded, bool(split))
         """Norm of the gradients, or of the updates, of the weights that this process updates."""
         self.guard = GUARDS[config.optim.guard](self.norm, device)
         self.optimizer, self.state, self.exchange = optimizer_for(self.weights, config, mesh)
@@ -93,7 +94,7 @@ class BaseEngine:
         if config.model.experts.count:
             self.router_state = RouterState(self.model_stacks, config.model, compute)
         limit = config.optim.qk_clip
-        self.qk_clip = limit and QKClip(self.model_stacks, self.weights, mesh, limit)
+        self.qk_clip = limit and QKClip(self.model_stacks, self.trained, compute, limit)
         self.block_state = BlockState(model) if own_block else None
         self.attributes = OptimizerAttributes(self.optimizer) if isinstance(self.optimizer, UserOptimizer) else None
         # a run that saves nothing may keep any state
@@ -102,7 +103,7 @@ class BaseEngine:
         self.scale = LossScale.first(config.scaler) if model.dtype == torch.float16 else None
 
         deferred = any(isinstance(m, TensorParallelModule) and m.defer_tp_grad_sum for m in model.modules())
-        self.deferred = [w for w in self.weights if deferred and w.placement.dim is None]
+        self.deferred = [w for w in self.trained if deferred and w.placement.dim is None]
         """Weights with gradients to be summed over the tensor-parallel ranks after the backward pass."""
 
     # hooks for subclasses
@@ -122,7 +123,7 @@ class BaseEngine:
         """After the last backward pass, finish reducing gradients over the replicas."""
         if self.gradients:
             self.gradients.finish()
-        for weight in self.weights:
+        for weight in self.trained:
             # several replicas update unused weights too, because their buckets are zeroed; a single one must do the same
             if weight.parameter.grad is None:
                 weight.parameter.grad = torch.zeros_like(weight.parameter)
@@ -153,7 +154,7 @@ class BaseEngine:
         if self.gradients:
             self.gradients.zero()
             return
-        for weight in self.weights:
+        for weight in self.trained:
             if weight.parameter not in self.kept_gradients:
                 # freed, not zeroed: the first micro-batch then writes the gradient instead of adding to it
                 weight.parameter.grad = None
@@ -329,12 +330,14 @@ class BaseEngine:
 
     def scalars(self) -> dict[str, Any]:
         """The optimizer's step count, numbers of a user's optimizer, the loss scale, and the window of optim.guard; a collective."""
+        # a stage without trained weights counts no steps
+        steps = torch.tensor(self.state.steps(), dtype=torch.float64, device=self.device)
         numbers: dict[str, Any] = {
-            "optimizer_steps": self.state.steps(),
+            "optimizer_steps": int(all_reduce_max(steps, self.mesh.pp)),
             "loss_scale": asdict(self.scale) if self.scale else {},
         }
         if self.state.users:
-            numbers["optimizer_numbers"] = self.state.numbers(self.weights, self.mesh.world)
+            numbers["optimizer_numbers"] = self.state.numbers(self.trained, self.mesh.world)
         return numbers | self.guard.scalars() | (self.router_state.scalars() if self.router_state else {})
 
     @torch.no_grad()
@@ -353,10 +356,10 @@ class BaseEngine:
         check_shapes(self.model.placements, self._expected(given))
         if scalars["optimizer_steps"]:
             self._check_optimizer(saved.shapes())
-            self.state.check_numbers(self.weights, numbers)
+            self.state.check_numbers(self.trained, numbers)
         self.state.load(self.save_plan, self.mesh, saved, scalars["optimizer_steps"])
         if self.state.users:
-            self.state.load_numbers(self.weights, numbers if scalars["optimizer_steps"] else {})
+            self.state.load_numbers(self.trained, numbers if scalars["optimizer_steps"] else {})
         if self.router_state:
             self.router_state.load_saved(saved, scalars)
         self.refresh()
@@ -399,7 +402,8 @@ class BaseEngine:
 def optimizer_for(
     weights: Sequence[ShardedParameter], config: EngineSettings, mesh: Mesh
 ) -> tuple[torch.optim.Optimizer, TrainingState, MatrixExchange | None]:
-    """The optimizer of these weights, its state, and the exchange of whole matrices if the optimizer needs it."""
+    """The optimizer of the trained ones among these weights, its state, and the exchange of whole matrices if the optimizer needs it."""
+    weights = [weight for weight in weights if weight.trained]
     optimizer = optimizer_of(weights, config.optim)
     kind = kind_of(config.optim)
     exchange = None

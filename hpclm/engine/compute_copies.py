@@ -46,9 +46,11 @@ class ComputeCopies:
                 self.tables.append(module)
             elif isinstance(module, ColumnLinear | RowLinear | WholeLinear | Norm | VocabParallelEmbedding | Experts):
                 for name, weight in _castable(module):
-                    copy = nn.Parameter(weight.detach().to(model.dtype))
+                    copy = nn.Parameter(weight.detach().to(model.dtype), weight.requires_grad)
                     setattr(module, name, copy)
                     self.masters[copy] = weight
+                    if not weight.requires_grad:
+                        continue
                     matrix = weight.ndim == 2 and name == "weight"
                     # uncompiled, an autograd function for each small weight costs more than adding its gradient
                     small = weight.ndim == 1 and model.compilation.layers
@@ -76,9 +78,10 @@ class ComputeCopies:
         _cast([*self.masters.items(), *self._rows()])
 
     @torch.no_grad()
-    def refresh_tables(self) -> None:
-        """Cast only the tables; the model also computes with their fp32 weights."""
-        _cast(list(self._rows()))
+    def refresh_whole(self) -> None:
+        """Cast only what replicas do not shard: tables, since the model also computes with their fp32 weights, and frozen weights."""
+        frozen = [(copy, weight) for copy, weight in self.masters.items() if not weight.requires_grad]
+        _cast([*frozen, *self._rows()])
 
     def _rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((table.rows, table.weight) for table in self.tables if table.rows is not None)

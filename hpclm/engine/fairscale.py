@@ -91,9 +91,17 @@ class FairScaleEngine(BaseEngine):
         shards = [sharded(*pair, model.placements, mesh) for pair in weights.items()]
         super().__init__(config, compute, model, shards, self.root)
 
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one micro-batch."""
+        super().backward(loss)
+        # the library frees the root's weights as they get gradients, so frozen ones would stay gathered, in place of their slices
+        frozen = [weight for weight in self.root.params if not weight.requires_grad]
+        self.root._free_full_params(frozen)
+        self.root._use_fp32_param_shard(frozen)
+
     def finish_backward(self) -> None:
         """Remove the hooks that the library leaves on the weights; otherwise every step adds one more."""
-        for weight in self.weights:
+        for weight in self.trained:
             vars(weight.parameter).pop("_shard_bwd_hook")
 
     def reshard(self) -> None:
@@ -126,7 +134,7 @@ def fill(weight: nn.Parameter, initial: InitSpec, compute: Compute) -> None:
     count = prod(initial.placement.local(mesh.tp))
     begin = mesh.dp.rank * len(run)
     initial.fill(run[: max(0, count - begin)], begin, mesh.tp)
-    filled = nn.Parameter(run)
+    filled = nn.Parameter(run, weight.requires_grad)
     vars(filled).update(vars(weight))  # attributes that the library has set
     # the library keeps the object ``weight`` in its lists, so swap its content rather than the object
     torch.utils.swap_tensors(weight, filled)

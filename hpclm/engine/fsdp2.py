@@ -191,7 +191,7 @@ def sharded(name: str, weight: Tensor, model: Stack, mesh: Mesh, data_rank: int)
     assert isinstance(weight, DTensor)
     rows, *row = model.placements[name].local(mesh.tp)
     # the same memory, without DTensor's overhead on every operation
-    rows_here = nn.Parameter(weight.to_local().detach())
+    rows_here = nn.Parameter(weight.to_local().detach(), weight.requires_grad)
     # fully_shard gives each rank ceil(rows / ranks) rows; the last ranks may get fewer or none
     size = rows * prod(row)
     per_rank = -(-rows // mesh.shard.size) * prod(row)

@@ -78,8 +78,8 @@ class PipeliningEngine(BaseEngine):
         weights, homes = whole_slices(model.weights(), model.placements, mesh)
         shared = "tokens.weight" if config.model.tied else None
         weights = [replace(w, duplicate=w.name == shared and not mesh.pp.first) for w in weights]
-        self.tied = [w.parameter for w in weights if w.name == shared]
-        """The tied embedding, if the first and the last stage each hold a copy."""
+        self.tied = [w.parameter for w in weights if w.name == shared and w.trained]
+        """The tied embedding, if the first and the last stage each train a copy."""
         self.ends = sub_axis(mesh.pp, [0, mesh.pp.size - 1]) if self.tied else SINGLE
         """The processes that hold the tied embedding."""
         leaves = {w.parameter: w.parameter for w in weights}
@@ -214,7 +214,8 @@ class PipeliningEngine(BaseEngine):
         """A stage's activations, or the loss, of micro-batch ``number`` of the current step; records its reports."""
         value, scalars = stack(self.micro_batches[number], x if x.is_floating_point() else None)
         add(self.reported, scalars)
-        result: Tensor = value
+        # PyTorch receives a gradient for every result, even that of a first stage without trained weights
+        result: Tensor = value if value.requires_grad else value.requires_grad_()
         return result
 
 

@@ -15,19 +15,20 @@ from hpclm.engine.sharded_parameter import ShardedParameter, rectangles
 from hpclm.model.attention.layer import SoftmaxAttention
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce_max
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute
 
 
 class QKClip:
     """Measures the scores of this process's heads, and scales the values that its optimizer updates."""
 
-    def __init__(self, stacks: Sequence[Stack], weights: Sequence[ShardedParameter], mesh: Mesh, limit: float):
+    def __init__(self, stacks: Sequence[Stack], weights: Sequence[ShardedParameter], compute: Compute, limit: float):
+        mesh = compute.mesh
         heads = stacks[0].config.attention.heads // mesh.tp.size
         named = [(name, layer) for stack in stacks for name, layer in stack.named_modules()]
         layers = {name.removeprefix("layers."): layer for name, layer in named if isinstance(layer, SoftmaxAttention)}
         self.mesh = mesh
         self.limit = limit
-        self.largest = torch.empty(len(layers), heads, device=weights[0].parameter.device)
+        self.largest = torch.empty(len(layers), heads, device=compute.device)
         """[layers, H] the largest scores so far in this step."""
         for layer, row in zip(layers.values(), self.largest, strict=True):
             layer.largest = row

@@ -37,6 +37,9 @@ class RouterState:
         self.load = torch.ones(shape, device=device)
         """[layers, E] fp32: the counts of the last step that was not skipped, divided by their mean."""
         self.bias = torch.zeros(shape, device=device)
+        frozen = [config.freezes(bias_name(name).removeprefix("model.")) for name in names]
+        self.frozen = torch.tensor(frozen, device=device)[:, None]
+        """[layers, 1]: whether model.freeze matches a layer's choice bias."""
         for name, router in self.routers.items():
             if config.experts.balance_step:
                 router.load = self.load[self.rows[name]]
@@ -58,7 +61,7 @@ class RouterState:
         self.load.copy_(torch.where(changed, load, self.load))
         if self.config.experts.balance_bias:
             moved = self.config.experts.balance_bias * (mean - self.counts).sign().float()
-            self.bias.add_(torch.where(changed, moved, 0.0))
+            self.bias.add_(torch.where(changed & ~self.frozen, moved, 0.0))
 
     def most_received(self) -> Iterator[str]:
         """A message on the layer with the most rows for this process's experts in the last step, if more than an even load."""

@@ -50,18 +50,22 @@ class ShardedWeights:
         ]
         part_of = {p: (bucket, part) for bucket in self.buckets for p, part in bucket.shard_parameters()}
         self.weights = [
-            replace(
-                weight,
-                parameter=part,
-                begin=bucket.local_range(weight.parameter)(bucket.mesh.shard.rank)[0],
-                replicas=bucket.mesh.replicate,
-                local_range=bucket.local_range(weight.parameter),
-                holders=bucket.mesh.holders,
-            )
+            self._part(weight, *part_of[weight.parameter]) if weight.parameter in part_of else weight
             for weight in whole
-            for bucket, part in [part_of[weight.parameter]]
         ]
-        """The parts that this process updates."""
+        """The parts that this process updates, and frozen weights whole."""
+
+    def _part(self, weight: ShardedParameter, bucket: "ShardedBucket", part: nn.Parameter) -> ShardedParameter:
+        """This replica's part of a weight."""
+        held_by = bucket.local_range(weight.parameter)
+        return replace(
+            weight,
+            parameter=part,
+            begin=held_by(bucket.mesh.shard.rank)[0],
+            replicas=bucket.mesh.replicate,
+            local_range=held_by,
+            holders=bucket.mesh.holders,
+        )
 
     def gradients(self, dtype: torch.dtype, late: Collection[nn.Parameter] = ()) -> "ShardedBuckets":
         """The reduction of the gradients over the replicas; see GradientBuckets."""
@@ -72,7 +76,7 @@ class ShardedWeights:
         if self.scatter or summed_parts:
             return norm.of_gradients()
         # every replica has all gradients: the same order of additions as without sharding
-        return GlobalNorm(self.whole, norm.mesh, False, norm.split).of_gradients()
+        return GlobalNorm(self.whole, norm.compute, False, norm.split).of_gradients()
 
     def summed(self, parameter: nn.Parameter) -> Tensor:
         """The reduced gradients of the bucket of ``parameter``: all of them, or this replica's shard."""
@@ -93,7 +97,7 @@ class ShardedWeights:
         homes = {self.leaves[p]: bucket for bucket in self.buckets for p in bucket.parameters}
         for name, layer in stack.layers.items():
             # the final norm waits for the rest: the loss reads the output projection without calling its module
-            needed = self.buckets if name == "norm" else {homes[p] for p in layer.parameters()}
+            needed = self.buckets if name == "norm" else {homes[p] for p in layer.parameters() if p.requires_grad}
             layer.register_forward_pre_hook(partial(_arrive, needed))
 
 

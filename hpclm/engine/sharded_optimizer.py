@@ -53,4 +53,4 @@ class ShardedOptimizerEngine(BaseEngine):
         self.shards.gather()
         if self.copies.tables:
             self.shards.arrive()
-        self.copies.refresh_tables()
+        self.copies.refresh_whole()

@@ -17,7 +17,7 @@ class ShardedParameter:
     name: str
     """Logical name."""
     parameter: nn.Parameter
-    """The optimizer's parameter: the whole slice, or this process's part of it."""
+    """The whole slice, or this process's part of it; the optimizer updates it if it requires a gradient."""
     placement: Placement
     begin: int = 0
     """Index of this process's first value in the flattened slice."""
@@ -40,20 +40,25 @@ class ShardedParameter:
         return self.placement.shape
 
     @property
+    def trained(self) -> bool:
+        """Whether the optimizer updates it; False for a frozen weight."""
+        return self.parameter.requires_grad
+
+    @property
     def count(self) -> int:
         """Number of values that this process holds."""
         return self.parameter.numel() if self.values is None else self.values
 
 
 Homes = list[tuple[Mesh, list[nn.Parameter]]]
-"""Weights grouped by the ranks that hold them, each group with its mesh (Mesh.of_weights)."""
+"""Trained weights grouped by the ranks that hold them, each group with its mesh (Mesh.of_weights)."""
 
 
 def whole_slices(
     named: Iterable[tuple[str, nn.Parameter]], placements: Mapping[str, Placement], mesh: Mesh
 ) -> tuple[list[ShardedParameter], Homes]:
-    """The weights in order, of which the optimizer updates whole slices; and their groups, those held by all ranks first. A collective
-    over ``mesh.dp``."""
+    """The weights in order, of which the optimizer updates whole slices; and the groups of the trained ones, those held by all ranks
+    first. A collective over ``mesh.dp``."""
     named = list(named)
     meshes = {
         count: mesh.of_weights(count) for count in sorted({1, *(placements[name].data_ranks for name, _ in named)})
@@ -64,7 +69,8 @@ def whole_slices(
         placement = placements[name]
         replicas = meshes[placement.data_ranks].dp
         weights.append(ShardedParameter(name, p, placement, replicas=replicas, data_rank=mesh.dp.rank))
-        members[placement.data_ranks].append(p)
+        if p.requires_grad:
+            members[placement.data_ranks].append(p)
     return weights, [(meshes[count], parameters) for count, parameters in members.items()]
 
 

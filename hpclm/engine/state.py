@@ -89,6 +89,8 @@ class TrainingState:
 
     def declared(self, weight: ShardedParameter) -> State:
         """The tensors that the optimizer keeps of a weight; for a user's optimizer, those that it keeps now."""
+        if not weight.trained:
+            return {}
         if not self.users:
             return dict.fromkeys(self.kind.state(weight.placement), StateTensor(weight.shape))
         shapes = tensor_shapes(self.optimizer.state.get(weight.parameter, {}))
@@ -102,7 +104,7 @@ class TrainingState:
 
     def saved(self, weight: ShardedParameter, shapes: Mapping[str, tuple[int, ...]]) -> State:
         """The tensors of a weight in a checkpoint that has tensors of these shapes for it."""
-        if not self.users:
+        if not self.users or not weight.trained:
             return {name: tensor for name, tensor in self.declared(weight).items() if name in shapes}
         if self.is_matrix(weight):
             return {name: StateTensor(shape, "matrix") for name, shape in shapes.items()}
@@ -254,7 +256,8 @@ class TrainingState:
             tensors = {name: torch.empty_like(weight.parameter) for name in tensors_held(states[weight.name])}
             for name, values in tensors.items():
                 plan.load(number, f"optim.{name}.{weight.name}", saved, values)
-            set_state(self.optimizer, weight.parameter, tensors if steps else None, steps)
+            if weight.trained:
+                set_state(self.optimizer, weight.parameter, tensors if steps else None, steps)
         for whole in self.whole(plan.weights, states, mesh, 0.0):
             for number, tensor in enumerate(whole.weights):
                 values = tensor.parameter.new_empty(tensor.shape)

@@ -15,7 +15,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.model import gpt
 from hpclm.model.dropout import mix_seed
 from hpclm.parallel.collectives import all_reduce
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import Axis, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, ModelOutput
 
 
@@ -122,18 +122,18 @@ def mean_loss(
 class GlobalNorm:
     """The global L2 norm of gradients or updates, in fp32: each weight counts once, however it is split or replicated."""
 
-    def __init__(self, weights: Sequence[ShardedParameter], mesh: Mesh, sharded: bool, split: bool = False):
+    def __init__(self, weights: Sequence[ShardedParameter], compute: Compute, sharded: bool, split: bool = False):
         """``sharded``: each replica holds only a part of every weight, apart from those that data-parallel ranks split by placement,
         such as experts. ``split``: some stage has such weights."""
         self.weights = weights
-        self.mesh = mesh
+        self.compute = compute
         self.sharded = sharded
         self.split = split
 
     def __call__(self, values: Sequence[Tensor | None]) -> Tensor:
         """Norm of ``values``, one tensor for each weight; a collective."""
-        first = self.mesh.tp.first
-        mesh = self.mesh
+        mesh = self.compute.mesh
+        first = mesh.tp.first
         counted = [
             (weight, value)
             for weight, value in zip(self.weights, values, strict=True)
@@ -144,7 +144,7 @@ class GlobalNorm:
         # not squared and rooted again, which would change the last bits of a single process's result
         if mesh.model.size == 1 and not self.sharded and not self.split:
             return norm
-        device = self.weights[0].parameter.device
+        device = self.compute.device
         square = all_reduce(norm.to(device, torch.float32).square(), mesh.model)
         # summed over all replicas, although some hold the same values: every rank gets the same bits
         if self.sharded:

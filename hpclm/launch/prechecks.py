@@ -13,7 +13,7 @@ from hpclm.base import extras
 from hpclm.base.errors import ConfigError
 from hpclm.base.registry import lookup
 from hpclm.base.terminal import say
-from hpclm.config import JobConfig, RunConfig
+from hpclm.config import EngineSettings, JobConfig, RunConfig
 from hpclm.config.engine import ENGINES
 from hpclm.config.job import seconds_of
 from hpclm.config.model import BLOCKS
@@ -83,12 +83,17 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
                 from hpclm.engine import check_supports
 
                 check_supports(run, loaded)
-    if run.model.block not in BLOCKS and run.model.hidden <= WIDEST_BUILT:
+    own_block = run.model.block not in BLOCKS
+    if (own_block or run.model.freeze) and not (own_block and run.model.hidden > WIDEST_BUILT):
         import torch
 
+        from hpclm.engine.weight_names import check_weights
         from hpclm.model import gpt
 
-        gpt.check_blocks(gpt.layers(run.model, run.engine, torch.float32, run.seed))
+        specs = gpt.layers(run.model, run.engine, torch.float32, run.seed)
+        if own_block:
+            gpt.check_blocks(specs)
+        check_weights(_for_engine(run), specs)
     if run.optim.name not in OPTIMIZERS:
         _check_optimizer(run)
     callbacks.load(run.train.callbacks)
@@ -101,11 +106,15 @@ def _check_optimizer(run: RunConfig) -> None:
     """ConfigError if the user's optimizer does not declare that it can train in this layout."""
     from hpclm.engine.user_optimizers import check_optimizer
 
+    check_optimizer(_for_engine(run), SUPPORTS.get(run.engine.name))
+
+
+def _for_engine(run: RunConfig) -> EngineSettings:
+    """The settings of the run's engine, in the job's layout."""
     try:
-        settings = run.for_engine(run.job.nodes * run.job.gpus)
+        return run.for_engine(run.job.nodes * run.job.gpus)
     except ConfigError:  # another check reports it
-        settings = run.for_engine(run.parallel.smallest)
-    check_optimizer(settings, SUPPORTS.get(run.engine.name))
+        return run.for_engine(run.parallel.smallest)
 
 
 def missing_paths(run: RunConfig) -> list[str]:

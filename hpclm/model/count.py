@@ -18,22 +18,27 @@ PER_LOGIT = 8
 """Bytes per logit: a 16-bit logit, its log-probability in fp32, and its gradient."""
 
 
-def network(config: ModelConfig) -> Iterator[Weight]:
-    """All weights of the network, including the padding of the embedding. The weights of equal blocks are repeated."""
-    for table in (weights.before_blocks(config), weights.after_blocks(config)):
-        yield from (weight for _, weight in table)
-    for layer in config.blocks:
-        yield from weights.of_block(config, layer).values()
+def network(config: ModelConfig) -> Iterator[tuple[str, Weight]]:
+    """All weights of the network by name, including the padding of the embedding."""
+    yield from weights.before_blocks(config)
+    for number, layer in enumerate(config.blocks):
+        yield from ((f"block{number}.{name}", weight) for name, weight in weights.of_block(config, layer).items())
+    yield from weights.after_blocks(config)
 
 
 def parameters(config: ModelConfig) -> int:
     """Parameters of the model, including the padding of the embedding."""
-    return sum(weight.size for weight in network(config))
+    return sum(weight.size for _, weight in network(config))
 
 
 def active_parameters(config: ModelConfig) -> int:
     """Parameters that compute any one token: of the experts, only model.experts.per_token in each layer."""
-    return sum(weight.active for weight in network(config))
+    return sum(weight.active for _, weight in network(config))
+
+
+def trained_parameters(config: ModelConfig) -> int:
+    """Parameters that model.freeze leaves to train."""
+    return sum(weight.size for name, weight in network(config) if not config.freezes(name))
 
 
 def described_size(config: ModelConfig) -> str:
@@ -43,6 +48,8 @@ def described_size(config: ModelConfig) -> str:
         return f"{text} with hpclm's own block in place of model.block={config.block}"
     if active_parameters(config) < parameters(config):
         text += f" ({active_parameters(config):,} active for each token)"
+    if config.freeze:
+        text += f", {trained_parameters(config):,} of them trained"
     return text
 
 
@@ -91,10 +98,16 @@ def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
 
     Matrix products cost 6 per weight and token (Kaplan et al. 2020); attention 12 x layers x hidden x context (Chowdhery et al. 2022,
     appendix B), halved by the causal mask, and less with windows. The embedding counts once, as the output projection. Only the experts
-    that a token goes to are included.
+    that a token goes to are included. The gradient of a frozen weight, a third of its products, is not computed.
     """
     multiplied = sum(products(config, layer) for layer in config.blocks) + config.hidden * config.padded_vocab
-    return 6 * multiplied + config.layers * 12 * attended(config, causal) * config.core_width
+    of_output = "tokens.weight" if config.tied else "output.weight"
+    frozen = sum(
+        weight.active
+        for name, weight in network(config)
+        if weight.is_matrix and config.freezes(name) and (name.startswith("block") or name == of_output)
+    )
+    return 6 * multiplied - 2 * frozen + config.layers * 12 * attended(config, causal) * config.core_width
 
 
 def recompute_flops(config: ModelConfig, recompute: str) -> float:

@@ -176,7 +176,7 @@ class _ScaledProduct(torch.autograd.Function):
         d_x = None
         d_factors = None
         d_weights = None
-        if ctx.needs_input_grad[0]:
+        if any(ctx.needs_input_grad[:2]):  # without the first, if weights of the experts are frozen
             d_scaled = F.grouped_mm(d_y, weights, offs=ends)
             d_x = d_scaled * factors
             d_factors = (d_scaled * x).sum(-1, keepdim=True)

@@ -181,9 +181,9 @@ def materialize_on(device: torch.device, tp: Axis, data_rank: int = 0) -> Callab
 
 
 def set_weight(layer: nn.Module, name: str, weight: nn.Parameter) -> None:
-    """Set the weight at the path ``name`` of a layer."""
+    """Replace the weight at the path ``name`` of a layer; the new one is trained if the old one was."""
     path, _, last = name.rpartition(".")
-    setattr(layer.get_submodule(path), last, weight)
+    setattr(layer.get_submodule(path), last, weight.requires_grad_(layer.get_parameter(name).requires_grad))
 
 
 def move(layer: nn.Module, device: torch.device) -> None:

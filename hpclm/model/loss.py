@@ -137,15 +137,16 @@ class _ChunkedLoss(torch.autograd.Function):
             if main_grad is not None:
                 add_product(main_grad, gradient, hidden[part])
                 continue
+            if not ctx.needs_input_grad[1]:
+                continue
             piece = gradient.t() @ hidden[part]
             if len(hidden) <= chunk and how.backward == "unscaled":
                 d_weight = piece  # a single unscaled piece needs no copy in fp32
             else:
                 # in fp32: bf16 would lose later chunks in the sum
                 d_weight = piece.float() if d_weight is None else d_weight.add_(piece)
-        ctx.save_for_backward(d_hidden, weight if d_weight is None else d_weight)
+        ctx.save_for_backward(d_hidden, d_weight)
         ctx.how = how.backward
-        ctx.added = main_grad is not None
         return total
 
     @staticmethod
@@ -153,16 +154,12 @@ class _ChunkedLoss(torch.autograd.Function):
         """Scale the gradients computed in the forward pass."""
         d_hidden, d_weight = ctx.saved_tensors
         [factor] = outer
-        if ctx.added:
-            gradients = d_hidden, None
-        elif ctx.how == "unscaled":
-            gradients = d_hidden, d_weight
+        if ctx.how == "unscaled":
+            return d_hidden, d_weight, *[None] * 4
         # not in place: the schedule's second backward pass needs them unscaled
-        elif ctx.how == "twice":
-            gradients = d_hidden * factor.to(d_hidden.dtype), d_weight * factor
-        else:
-            gradients = d_hidden.mul_(factor.to(d_hidden.dtype)), d_weight.mul_(factor)
-        return *gradients, *[None] * 4
+        multiply = torch.mul if ctx.how == "twice" else Tensor.mul_
+        scaled = [None if d is None else multiply(d, factor.to(d.dtype)) for d in (d_hidden, d_weight)]
+        return *scaled, *[None] * 4
 
 
 class TokenLoss:

@@ -3,7 +3,7 @@
 | a block | is |
 |---|---|
 | has a weight that only some micro-batches or replicas use | trained: elsewhere its gradient is 0 |
-| freezes a weight, has one without dimensions, or one under two names | refused as it is built |
+| has a weight without dimensions, or one under two names | refused as it is built |
 | registers a hook on the gradient of a weight | refused as it is built: engines replace weights |
 | changes a buffer or an attribute in training | refused in the second step: a checkpoint has only weights |
 """
@@ -64,11 +64,6 @@ def _unsuitable(name: str, block: nn.Module) -> Iterator[str]:
             yield f"{other} and {path} are the same weight; the constructor of model.block must create every weight, under one name"
             continue
         names[weight] = path
-        if not weight.requires_grad:
-            yield (
-                f"{path} does not require a gradient, but engines train all weights; keep fixed values in a buffer, or freeze the weight "
-                f"with 'optim.groups=[{{match: {path.removeprefix(name + '.')}, lr: 0}}]'"
-            )
         if weight.dtype != torch.float32:
             yield f"{path} is {weight.dtype}; weights are fp32: use {path.rpartition('.')[2]}.to(x.dtype) where the block computes"
         if not weight.ndim:
@@ -92,15 +87,16 @@ class _EveryWeight(torch.autograd.Function):
 
 
 def use_every_weight(layer: nn.Module) -> None:
-    """Give every weight of a user's block a gradient in every backward pass, 0 if unused, in a fixed order. Otherwise, libraries that
+    """Give every trained weight of a user's block a gradient in every backward pass, 0 if unused, in a fixed order. Otherwise, libraries that
     send gradients as they arrive would wait for other replicas, or add gradients of different weights."""
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x, *others = arguments
-        if not torch.is_grad_enabled():
+        trained = [weight for weight in module.parameters() if weight.requires_grad]
+        if not trained or not torch.is_grad_enabled():
             return None
         # applied to the input, and so the last node of the block's backward pass: when it has run, all gradients are complete
-        return _EveryWeight.apply(x, *module.parameters()), *others
+        return _EveryWeight.apply(x, *trained), *others
 
     if is_own(layer):
         layer.register_forward_pre_hook(hook)

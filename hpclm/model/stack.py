@@ -85,6 +85,9 @@ class Stack(nn.Module):
         for spec in specs:
             if spec.name not in self.layers:
                 layer = spec.build()
+                for name, weight in layer.named_parameters():
+                    if config.freezes(f"{spec.name}.{name}"):
+                        weight.requires_grad_(False)
                 self.placements |= {f"{spec.name}.{name}": placement for name, placement in placements(layer)}
                 self.placements |= {
                     f"{spec.name}.{name}": Placement(tuple(buffer.shape)) for name, buffer in init.saved_buffers(layer)

@@ -65,6 +65,8 @@ def groups(weights: Sequence[OptimizedWeight], optim: OptimConfig) -> list[dict[
     members: dict[tuple[float, float], list[Any]] = {}
     for weight in weights:
         members.setdefault(rate_and_decay(weight.name, weight.placement, optim), []).append(weight.parameter)
+    if not members:  # PyTorch's optimizers need a group, even if a pipeline stage trains no weight
+        members[1.0, 0.0] = []
     return [dict(params=params, factor=factor, weight_decay=decay) for (factor, decay), params in members.items()]
 
 

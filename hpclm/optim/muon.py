@@ -31,7 +31,7 @@ class Muon(Scaled, torch.optim.Optimizer):
     def __init__(self, weights: Sequence[OptimizedWeight], optim: OptimConfig):
         self.optim = optim
         self.matrices = [weight for weight in weights if hidden_matrix(weight.placement)]
-        others = groups([w for w in weights if not hidden_matrix(w.placement)], optim) or [{"params": []}]
+        others = groups([w for w in weights if not hidden_matrix(w.placement)], optim)
         self.adamw = AdamW(others, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
         matrix_groups = groups(self.matrices, optim)
         super().__init__([*self.adamw.param_groups, *matrix_groups], dict(lr=optim.lr))

@@ -222,7 +222,6 @@ class _GatheredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, main_grad)
         ctx.axis = axis
-        ctx.biased = bias is not None
         ctx.products = products
         if products is None:
             return torch.nn.functional.linear(all_gather(x, axis), weight, bias)
@@ -233,14 +232,15 @@ class _GatheredLinear(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
+        trained, biased = ctx.needs_input_grad[1:3]
         multiply = None if ctx.products is None else ctx.products.input_gradient(d_y, weight)
         # this order hides both transfers: the gather overlaps the input's gradient, and the scatter the weight's
         whole, gathering = start_gather(x, ctx.axis)
         d_whole = d_y @ weight if multiply is None else multiply()
         whole = finish(whole, gathering)
         d_x, scattering = start_scatter(d_whole, ctx.axis)
-        d_weight = weight_gradient(d_y, whole, main_grad)
-        d_bias = d_y.flatten(0, -2).sum(0) if ctx.biased else None
+        d_weight = weight_gradient(d_y, whole, main_grad) if trained else None
+        d_bias = d_y.flatten(0, -2).sum(0) if biased else None
         d_x = finish(d_x, scattering)
         return d_x, d_weight, d_bias, None, None, None
 

@@ -105,7 +105,6 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, products: Products | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, main_grad)
-        ctx.biased = bias is not None
         ctx.products = products
         if products is None:
             return F.linear(x, weight, bias)
@@ -116,9 +115,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> Any:
         x, weight, main_grad = ctx.saved_tensors
         [d_y] = outer
-        d_weight = weight_gradient(d_y, x, main_grad)
+        trained, biased = ctx.needs_input_grad[1:3]
+        d_weight = weight_gradient(d_y, x, main_grad) if trained else None
         d_x = d_y @ weight if ctx.products is None else ctx.products.input_gradient(d_y, weight)()
-        d_bias = d_y.flatten(0, -2).sum(0) if ctx.biased else None
+        d_bias = d_y.flatten(0, -2).sum(0) if biased else None
         return d_x, d_weight, d_bias, None, None
 
 

@@ -30,6 +30,8 @@ class EngineCosts:
     """Costs of an engine; the defaults are those of the native engine in bf16 at ZeRO stage 0."""
 
     weights: BytesPerParameter = BytesPerParameter(4)
+    frozen: BytesPerParameter = BytesPerParameter(4)
+    """Of weights that model.freeze matches, in place of weights, gradients and optimizer."""
     gradients: BytesPerParameter = BytesPerParameter(4)
     optimizer: BytesPerParameter = BytesPerParameter(8)
     outside: float = 0.0
@@ -149,6 +151,7 @@ def _sharded(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engine
     return replace(
         common,
         weights=BytesPerParameter(0, 4),
+        frozen=BytesPerParameter(0, 4),
         gradients=BytesPerParameter(0, 4),
         optimizer=BytesPerParameter(0, common.optimizer.replicated),
         gathered=BytesPerParameter(element) if kept else BytesPerParameter(0, element),
@@ -179,13 +182,14 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
     weights = BytesPerParameter(element)
     gradients = BytesPerParameter(0, 4)
     optim = BytesPerParameter(0, 4 + common.optimizer.replicated)
+    frozen = BytesPerParameter(0, 4) if stage == 3 else BytesPerParameter(4)
     bucket = 5e8 * reduced
     buckets = 2  # stages 1 and 2 fill one while they send the other
     if stage == 3:
         weights = BytesPerParameter(0, element)
         buckets = 1
     if engine.offload == "parameters":
-        weights = BytesPerParameter()
+        weights = frozen = BytesPerParameter()
     if on_cpu:
         gradients = BytesPerParameter(0, element)
         optim = BytesPerParameter()
@@ -199,6 +203,7 @@ def _deepspeed(engine: EngineConfig, common: EngineCosts, pipeline: int) -> Engi
     return replace(
         common,
         weights=weights,
+        frozen=frozen,
         gradients=gradients,
         optimizer=optim,
         gathered=BytesPerParameter(0, element if stage == 3 else 0),

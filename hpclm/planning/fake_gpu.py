@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpclm.model.own_block import HOOKS
 from hpclm.model.stack import Stack
 
 CUDA = torch.device("cuda", 0)
@@ -88,6 +89,8 @@ class OnTheCPU(TorchFunctionMode):
             return function(*args, **kwargs or {})
         if function in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
+        if function in HOOKS and not args[0].requires_grad:  # the memory tracker does that to frozen weights
+            return SimpleNamespace(remove=lambda: None)
         given = {name: _on_the_cpu(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         return function(*map(_on_the_cpu, args), **given)
 

@@ -98,6 +98,8 @@ class Stage:
     """The layers on one rank of the pipeline."""
 
     index: int
+    numbers: tuple[int, ...]
+    """The numbers of its blocks."""
     blocks: tuple[Layer, ...]
     first: bool
     """Whether it has the embedding."""
@@ -125,7 +127,8 @@ def stages(model: ModelConfig, layout: Layout) -> tuple[Stage, ...]:
     held = _blocks(model, size * layout.chunks, layout)
     mine = [[layer for part in held[i::size] for layer in part] for i in range(size)]
     return tuple(
-        Stage(i, tuple(model.blocks[layer] for layer in layers), i == 0, i == size - 1) for i, layers in enumerate(mine)
+        Stage(i, tuple(layers), tuple(model.blocks[layer] for layer in layers), i == 0, i == size - 1)
+        for i, layers in enumerate(mine)
     )
 
 
@@ -172,6 +175,17 @@ def ends(model: ModelConfig, stage: Stage) -> Iterator[tuple[str, Weight]]:
         yield from weights.after_blocks(model)
         if model.tied and not stage.first:
             yield from ((f"tokens.{name}", weight) for name, weight in weights.vocabulary(model))
+
+
+def frozen(model: ModelConfig, layout: Layout, stage: Stage, of_experts: bool) -> float:
+    """Parameters of one GPU of a stage that model.freeze matches: those of experts, or all others."""
+    named = [] if of_experts else [*ends(model, stage)]
+    for number, layer in zip(stage.numbers if model.freeze else (), stage.blocks, strict=False):
+        table = weights.of_block(model, layer, layout.split_experts)
+        named += [
+            (f"block{number}.{name}", weight) for name, weight in table.items() if bool(weight.stack) == of_experts
+        ]
+    return sum(weight.on(layout.tensor, layout.expert) for name, weight in named if model.freezes(name))
 
 
 def experts(model: ModelConfig, layout: Layout, stage: Stage) -> float:

@@ -13,7 +13,7 @@ from hpclm.config.experts import ExpertsConfig
 from hpclm.config.layer import Layer
 from hpclm.model import count
 from hpclm.planning.engines import EngineCosts
-from hpclm.planning.layout import Layout, Stage, block, micro_batches_held, outside_experts, parameters, stages
+from hpclm.planning.layout import Layout, Stage, block, frozen, micro_batches_held, outside_experts, parameters, stages
 from hpclm.planning.layout import experts as experts_of
 from hpclm.planning.matrices import exchange
 
@@ -63,15 +63,20 @@ def of_stage(model: ModelConfig, layout: Layout, costs: EngineCosts, stage: Stag
     plain = outside_experts(model, layout, stage)
     expert = experts_of(model, layout, stage)
     experts_sharing = layout.of_experts.sharing
+    frozen_plain = frozen(model, layout, stage, of_experts=False)
+    frozen_expert = frozen(model, layout, stage, of_experts=True)
+    plain -= frozen_plain
+    expert -= frozen_expert
     weights, gradients, optimizer = (
         part.on(layout.sharing) * plain + part.on(experts_sharing) * expert
         for part in (costs.weights, costs.gradients, costs.optimizer)
     )
+    weights += costs.frozen.on(layout.sharing) * frozen_plain + costs.frozen.on(experts_sharing) * frozen_expert
     of_others = weight_count - stage.total(lambda layer: block(model, layout, layer))
     optimizer += costs.outside * of_others / (layout.sharing if costs.zero else 1)
     optimizer += costs.of_experts * expert / (experts_sharing if costs.zero else 1)
     if costs.deferred and layout.accumulation > 1:
-        gradients = costs.reduced * weight_count  # not sharded until the last backward pass
+        gradients = costs.reduced * (plain + expert)  # not sharded until the last backward pass
     held = activations(model, layout, costs, stage)
     tokens = layout.tokens(model)
     table = model.padded_vocab * model.hidden / layout.tensor

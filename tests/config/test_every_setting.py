@@ -227,6 +227,7 @@ ACTS = {
     "model.attention.latent.value_dim=4": (trains, LATENT),
     "model.attention.latent.norm_eps=0.1": (trains, LATENT),
     "model.embed_multiplier=2.0": (trains, []),
+    "model.freeze=[norm.*]": (trains, []),
     "model.residual_multiplier=0.5": (trains, []),
     "model.experts.count=4": (trains, []),
     "model.experts.per_token=3": (trains, EXPERTS),

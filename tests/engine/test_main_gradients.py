@@ -15,6 +15,7 @@ from tests.parity import STYLES
 
 WORDS = ["engine.precision=bf16", "batch.micro_size=2", "model.layers=2"]
 MODEL = native.native_model
+FROZEN = "model.freeze=[tokens.*, block0.*, norm.*]"
 
 
 def model(traced, config, compute):
@@ -38,12 +39,14 @@ def gradients(words, in_place, traced=False):
         module.native_model = partial(model, traced)
     run, engine, batches, _ = sharded.made(words)
     norm, found, completed = engine.gradient_norm, {}, []
-    for copy in engine.copies.masters:
+    copies = [copy for copy in engine.copies.masters if copy.requires_grad]
+    for copy in copies:
         copy.register_post_accumulate_grad_hook(completed.append)
 
     def looked_at():
         for weight in engine.shards.whole if hasattr(engine, "shards") else engine.weights:
-            found[weight.name] = weight.parameter.grad.clone().numpy()
+            if weight.trained:
+                found[weight.name] = weight.parameter.grad.clone().numpy()
         return norm()
 
     engine.gradient_norm = looked_at
@@ -51,9 +54,9 @@ def gradients(words, in_place, traced=False):
     added = [name for module in engine.model.modules() for name in getattr(module, "main_grads", ())]
     assert bool(added) == in_place
     if in_place:  # autograd makes no gradient, but says that it is complete
-        assert len(completed) == 3 * len(batches.step(0)) * len(engine.copies.masters)
+        assert len(completed) == 3 * len(batches.step(0)) * len(copies)
         # biases and norms: where they are compiled, no kernel of their own
-        assert not traced or len(added) == len(engine.copies.masters)
+        assert not traced or len(added) == len(copies)
     losses, norms = [[getattr(result, what) for result in results] for what in ("loss", "grad_norm")]
     return losses, norms, found, counter and counter.frame_count
 
@@ -65,13 +68,16 @@ def gradients(words, in_place, traced=False):
         (1, [*STYLES["llama"], "engine.recompute=full", "engine.loss_chunk=8"], False),
         (2, ["parallel.tensor=2", *STYLES["bloom"]], False),
         (2, ["engine.zero_stage=1", "engine.bucket_mb=0.02"], False),
+        (1, [FROZEN], True),
+        (2, [FROZEN, "engine.zero_stage=1", *STYLES["llama"]], False),
+        pytest.param(2, [FROZEN, "parallel.tensor=2", *STYLES["bloom"]], True, marks=pytest.mark.whole),
         pytest.param(2, ["parallel.tensor=2", *STYLES["bloom"]], True, marks=pytest.mark.whole),
         pytest.param(1, [*STYLES["llama"], "engine.recompute=selective"], True, marks=pytest.mark.whole),
         pytest.param(2, ["engine.zero_stage=1", *STYLES["llamadocs"]], True, marks=pytest.mark.whole),
         pytest.param(4, ["engine.zero_stage=1", "parallel.tensor=2"], False, marks=pytest.mark.whole),
         pytest.param(1, ["model.dropout=0.1", "engine.recompute=full", "engine.precision=fp16"], True, marks=pytest.mark.whole),
     ],
-    ids=["gpt2", "llama-full", "tensor-bloom", "sharded", "tensor-traced", "llama-selective", "sharded-docs", "sharded-tensor", "fp16"],
+    ids=["gpt2", "llama-full", "tensor-bloom", "sharded", "frozen", "frozen-sharded", "frozen-tensor", "tensor-traced", "llama-selective", "sharded-docs", "sharded-tensor", "fp16"],
 )  # fmt: skip
 def test_gradients_that_are_added_in_place_are_the_same(size, words, traced):
     wanted = ranks.run(size, gradients, [*WORDS, *words], False)
@@ -82,7 +88,7 @@ def test_gradients_that_are_added_in_place_are_the_same(size, words, traced):
         for name, grad in grads.items():
             apart = abs(mine[name] - grad).max()
             assert apart <= 0.05 * abs(grad).max() + 1e-4, name
-        assert count in (None, 3)  # input, block, final norm
+        assert count in (None, 3 + (FROZEN in words))  # input, block, final norm; and a frozen block
 
 
 @pytest.mark.parametrize(

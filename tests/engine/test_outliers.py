@@ -10,7 +10,7 @@ import torch
 from hpclm.base.errors import ConfigError
 from hpclm.engine.outliers import STEPS, ClipUpdate, SkipStep
 from hpclm.engine.step import GlobalNorm
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from tests.engine.test_native import GPT2, settings
 from tests.parity import alone, trained
 
@@ -19,7 +19,7 @@ WORDS = ["engine.precision=fp32", "batch.micro_size=2", "model.layers=2"]
 
 @pytest.mark.parametrize("kind, least, ddof, sigma", [(SkipStep, 63, 1, 6), (ClipUpdate, 64, 0, 3)])
 def test_limits_are_the_mean_and_some_deviations_of_the_last_128_values_that_are_finite(kind, least, ddof, sigma):
-    guard = kind(GlobalNorm([], Mesh(), False), torch.device("cpu"))
+    guard = kind(GlobalNorm([], Compute(torch.device("cpu"), torch.float32, Mesh()), False), torch.device("cpu"))
     drawn = np.random.default_rng(0).normal(3.0, 1.0, (2 * STEPS, guard.columns))
     drawn[::10, 0] = math.nan
     drawn[5::10, -1] = math.inf
@@ -30,7 +30,7 @@ def test_limits_are_the_mean_and_some_deviations_of_the_last_128_values_that_are
             before = before[np.isfinite(before)]
             wanted = before.mean() + sigma * before.std(ddof=ddof) if len(before) >= least else math.inf
             assert limit == pytest.approx(wanted, rel=1e-12)
-    other = kind(GlobalNorm([], Mesh(), False), torch.device("cpu"))
+    other = kind(GlobalNorm([], Compute(torch.device("cpu"), torch.float32, Mesh()), False), torch.device("cpu"))
     other.load(json.loads(json.dumps(guard.scalars())))
     assert torch.equal(other.window.nan_to_num(-1), guard.window.nan_to_num(-1))
     other.load({"optimizer_steps": 3})  # an older checkpoint

@@ -71,6 +71,18 @@ def test_presets_have_as_many_parameters_as_their_papers_say(preset, total, acti
     assert count.described_size(model) == said
 
 
+def test_frozen_parameters_are_not_trained_and_their_gradients_not_computed():
+    words = ["model.tied=false", "model.layers=4"]
+    model, frozen = (config.load(None, [*words, f"model.freeze={names}"]).model for names in ("[]", "['block[01].*']"))
+    of_blocks = 2 * count.block(model, model.blocks[0])
+    assert (
+        count.trained_parameters(frozen) == count.parameters(model) - of_blocks == count.parameters(frozen) - of_blocks
+    )
+    assert count.described_size(frozen).endswith(f" parameters, {count.trained_parameters(frozen):,} of them trained")
+    saved = 2 * 2 * count.products(model, model.blocks[0])
+    assert count.flops_per_token(model) - count.flops_per_token(frozen) == saved
+
+
 def test_a_token_costs_the_products_of_its_experts_alone():
     few, many = (
         ModelConfig.of(TINY | GATED | {"experts.count": experts, "experts.per_token": 2}) for experts in (4, 64)

@@ -158,14 +158,6 @@ class Half(Block):
         self.scale = nn.Parameter(torch.ones(config.hidden, dtype=torch.bfloat16))
 
 
-class Frozen(Block):
-    """A weight that does not require a gradient."""
-
-    def __init__(self, config, recompute_core, generator, tp):
-        super().__init__(config, recompute_core, generator, tp)
-        self.fixed = nn.Parameter(torch.ones(config.hidden), requires_grad=False)
-
-
 class Scalar(Block):
     """A weight without dimensions."""
 
@@ -269,7 +261,6 @@ def test_a_run_with_weights_that_missed_updates_resumes_to_the_last_bit(optimize
 
 
 REFUSED = {
-    "Frozen": "block0.fixed does not require a gradient",
     "Scalar": "block0.scale has no dimension",
     "Half": "block0.scale is torch.bfloat16; weights are fp32",
     "SharesWithin": "block0.one.weight and block0.other.weight are the same weight",
@@ -326,14 +317,6 @@ def test_what_changes_later_ends_the_run_at_its_next_save(tiny, tmp_path, capsys
     assert cli.main(["train", *tiny("run", *words)]) == 93
     assert "training changes block0.kept" in capsys.readouterr().err
     assert len(lines(tmp_path / "run/metrics.jsonl")) <= 10
-
-
-def test_a_frozen_weight_is_one_whose_rate_is_0():
-    words = [*WORDS, "model.block=gpt", "optim.groups=[{match: attention.qkv.weight, lr: 0}]"]
-    begun, ended = (assembled([parity.train(words, count)]) for count in (1, 4))
-    name = "model.block0.attention.qkv.weight"
-    assert np.array_equal(begun[name], ended[name])
-    assert not np.array_equal(begun["model.block0.mlp.up.weight"], ended["model.block0.mlp.up.weight"])
 
 
 class Evaluating(Block):

@@ -22,7 +22,7 @@ def test_stages_and_tensor_ranks_hold_the_model_once_and_a_tied_table_twice():
         model = replace(MODEL, tied=tied)
         layout = Layout(pipeline=4, tensor=2)
         every = stages(model, layout)
-        whole = sum(weight.size for weight in count.network(model) if weight.placement.dim is None)
+        whole = sum(weight.size for _, weight in count.network(model) if weight.placement.dim is None)
         held = 2 * sum(parameters(model, layout, stage) for stage in every)
         assert held == count.parameters(model) + extra + whole
 
@@ -153,7 +153,7 @@ def test_ranks_hold_experts_once_for_each_group_that_shares_them_out():
     for split in (True, False):
         layout = Layout(data=8, pipeline=2, tensor=2, expert=4, split_experts=split)
         experts = sum(of_experts(model, layout, stage) for stage in stages(model, layout))
-        every = [weight for weight in count.network(model) if weight.stack]
+        every = [weight for _, weight in count.network(model) if weight.stack]
         divided = sum(weight.size for weight in every if split and weight.placement.dim is not None)
         assert experts == (divided / 2 + sum(weight.size for weight in every) - divided) / 4
         assert (layout.of_experts.ranks, layout.of_experts.sharing, layout.of_experts.copies) == (2, 2, 1)

@@ -262,6 +262,16 @@ def test_weights_gradients_and_moments_of_a_rank_are_what_zero_says():
     assert rank.memory["optimizer"] == pytest.approx(8 * rank.updated, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["native, optimizer sharded", "fsdp2", "experts over 4, optimizer sharded"])
+def test_the_planner_knows_the_gradients_and_state_of_frozen_weights(name):
+    preset, words, number = LAYOUTS[name]
+    run = load(preset, [*words, "model.freeze=[tokens.*, block0.*, 'block?.mlp.*']"])
+    planned, rank = forecast.predict(run, KIND).memory[0], simulate(run, number)
+    assert rank.memory["gradients"] == pytest.approx(planned.gradients, rel=ALLOWED)
+    assert rank.memory["optimizer"] == pytest.approx(planned.optimizer, rel=ALLOWED)
+    assert sum(rank.memory.values()) < planned.tensors  # in which the activations are those of training all weights
+
+
 def test_what_a_step_keeps_and_waits_for_by_mistake_is_seen(monkeypatch):
     """As if each layer kept an activation for no reason, and looked at it."""
     run, forward, kept = load("gpt2-124m", ["model.layers=2", "batch.global_size=64"]), RowLinear.forward, []

@@ -11,7 +11,7 @@ from hpclm.config import OptimConfig
 from hpclm.data.indexed import IndexedDataset
 from hpclm.engine.outliers import SkipStep
 from hpclm.engine.step import GlobalNorm
-from hpclm.parallel.mesh import Mesh
+from hpclm.parallel.mesh import Compute, Mesh
 from hpclm.preprocess.writer import Writer
 from hpclm.rundir import summary
 from tests.forks import hpclm
@@ -102,7 +102,7 @@ def test_a_dataset_is_evaluated_by_its_loss_mask(tmp_path):
 
 
 def test_a_step_without_tokens_does_not_enter_what_the_guard_compares_with():
-    guard = SkipStep(GlobalNorm([], Mesh(), False), torch.device("cpu"))
+    guard = SkipStep(GlobalNorm([], Compute(torch.device("cpu"), torch.float32, Mesh()), False), torch.device("cpu"))
     assert OptimConfig(guard="skip_step").guard == guard.name
     for counted in (5.0, 0.0):
         guard.counted = torch.tensor(counted)

@@ -99,9 +99,17 @@ def begin(device: torch.device) -> None:
 
 
 def initialize(**arguments: Any) -> Any:
-    """Call deepspeed.initialize with its output suppressed; returns the engine."""
+    """Call deepspeed.initialize with its output suppressed; returns the engine.
+
+    DeepSpeed casts all weights, but keeps the fp32 values of trained ones only. Frozen weights stay in fp32; layers cast what they use.
+    """
+    # at stage 3, whose weights have a ds_id, DeepSpeed casts nothing
+    weights = [p for p in arguments["model"].parameters() if not (p.requires_grad or hasattr(p, "ds_id"))]
+    frozen = [(weight, weight.data) for weight in weights]
     with contextlib.redirect_stdout(io.StringIO()), refusals():
         engine, *_ = deepspeed.initialize(**arguments, dist_init_required=False)
+    for weight, values in frozen:
+        weight.data = values
     return engine
 
 

@@ -29,7 +29,7 @@ from hpclm.engine.step import StepInputs
 from hpclm.model.spec import LayerSpec
 from hpclm.model.stack import Stack
 from hpclm.parallel.collectives import all_reduce, all_reduce_max
-from hpclm.parallel.mesh import Compute, Mesh
+from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, add
 
 
@@ -86,6 +86,7 @@ class Pipeline(PipelineModule):
         tied = [
             (getattr(weight, "grad_accum", None), weight, group)
             for weight, group in super().get_tied_weights_and_groups()
+            if weight.requires_grad
         ]
         return [(weight if kept is None else SimpleNamespace(grad=kept), group) for kept, weight, group in tied]
 
@@ -107,7 +108,13 @@ class PipelineEngine(WrappedEngine):
             model.compile_blocks(whole=False)  # DeepSpeed's hooks break graphs
         first = {name: holders[0] for name, holders in owners(parts).items() if mesh.pp.rank in holders}
         weights = [
-            ShardedParameter(name, p, model.placements[name], duplicate=first[name.split(".")[0]] != mesh.pp.rank)
+            ShardedParameter(
+                name,
+                p,
+                model.placements[name],
+                replicas=SINGLE if p.requires_grad else mesh.dp,
+                duplicate=first[name.split(".")[0]] != mesh.pp.rank,
+            )
             for name, p in model.weights()
         ]
         library.mark_split(weights)

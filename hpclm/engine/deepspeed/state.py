@@ -48,6 +48,8 @@ class PartitionedState(TrainingState, ABC):
 
     def gradient(self, weight: ShardedParameter) -> Tensor | None:
         """See TrainingState.gradient. DeepSpeed updates one partition after another, and scales and clips only the current one."""
+        if not weight.trained:
+            return None
         flat, place = self.place(weight)
         updated = any(flat is partition for group in self.optimizer.param_groups for partition in group["params"])
         if not updated or flat.grad is None:
@@ -73,7 +75,7 @@ class PartitionedState(TrainingState, ABC):
 
     def declared(self, weight: ShardedParameter) -> State:
         """The tensors that the optimizer keeps of a weight."""
-        return self._kept(self.key(weight), weight.placement)
+        return self._kept(self.key(weight), weight.placement) if weight.trained else {}
 
     def _kept(self, flat: Tensor, placement: Placement) -> State:
         """The tensors that the optimizer keeps of a partition, as those of a weight."""
@@ -146,6 +148,8 @@ class PartitionedOptimizer(PartitionedState):
 
     def local_part(self, weight: ShardedParameter) -> ShardedParameter:
         """``weight``, with the run of its values in this process's partition."""
+        if not weight.trained:
+            return weight
         return replace(weight, begin=self.places[weight.parameter][0], values=self.size(weight))
 
     def size(self, weight: ShardedParameter) -> int:
@@ -158,6 +162,8 @@ class PartitionedOptimizer(PartitionedState):
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
         """A view of this process's values of a weight, or of the optimizer's tensor ``name`` for it."""
+        if not weight.trained:
+            return weight.parameter.detach().view(-1)
         flat, place = self.place(weight)
         return (self.optimizer.state[flat][name] if name else flat.detach())[place]
 
@@ -199,6 +205,8 @@ class PartitionedWeights(PartitionedState):
         """This process's values of a weight, or of the optimizer's tensor ``name`` for it."""
         if name:
             values = utils.safe_get_local_optimizer_state(weight.parameter, name)
+        elif not weight.trained:
+            values = weight.parameter.ds_tensor.detach()  # type: ignore[attr-defined]
         else:
             values = utils.safe_get_local_fp32_param(weight.parameter)
         # with state on disk, the next tensor is read into the buffer of this one
@@ -212,7 +220,8 @@ class PartitionedWeights(PartitionedState):
         if name:
             utils.safe_set_local_optimizer_state(parameter, values, name)
             return
-        utils.safe_set_local_fp32_param(parameter, values)
+        if weight.trained:
+            utils.safe_set_local_fp32_param(parameter, values)
         if parameter.ds_tensor.status == PartitionedParamStatus.AVAILABLE:
             parameter.ds_tensor.data.copy_(values)
         else:  # the weight is on disk

@@ -22,7 +22,7 @@ from hpclm.model.init import materialize_on
 from hpclm.model.own_block import is_own, use_every_weight
 from hpclm.model.spec import LayerSpec
 from hpclm.model.stack import Stack, WrapLayer
-from hpclm.parallel.mesh import Compute
+from hpclm.parallel.mesh import SINGLE, Compute
 
 
 def stack(config: EngineSettings, compute: Compute, wrap: WrapLayer) -> Stack:
@@ -123,7 +123,12 @@ class ZeroEngine(WrappedEngine):
         stage = stage_of(config.engine)
         wrap = partition(tree, compute) if stage == 3 else place_on(compute)
         model = stack(config, compute, wrap)
-        weights = [ShardedParameter(name, p, model.placements[name]) for name, p in model.weights()]
+        weights = [
+            ShardedParameter(
+                name, p, model.placements[name], replicas=SINGLE if p.requires_grad or stage == 3 else mesh.dp
+            )
+            for name, p in model.weights()
+        ]
         library.mark_split(weights)
         super().__init__(config, compute, model, weights)
         optimizer = self.optimizer
@@ -185,7 +190,8 @@ def partition(tree: dict[str, Any], compute: Compute) -> WrapLayer:
     def wrap(spec: LayerSpec, layer: nn.Module) -> nn.Module:
         materialize(spec, layer)
         for weight in layer.parameters():  # DeepSpeed keeps the type of a weight when it shards it
-            weight.data = weight.data.to(compute.dtype)
+            if weight.requires_grad:  # the only values of frozen weights, in fp32
+                weight.data = weight.data.to(compute.dtype)
         with library.refusals():
             initialized = deepspeed.zero.Init(
                 module=layer, data_parallel_group=group, mpu=view, config_dict_or_path=tree, **shared

@@ -202,7 +202,7 @@ class Run(os.PathLike[str]):
         samples: int | None = None,
         tokens: int | None = None,
     ) -> dict[str, float | int | str]:
-        """Measure the newest checkpoint on held-out data. Returns the loss in nats per token, the perplexity, and the data measured.
+        """Measure the newest checkpoint on held-out data: the loss in nats per token, perplexity, and bits per byte if known.
 
         Args:
             changes: changes to the run's settings.

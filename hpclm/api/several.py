@@ -90,7 +90,7 @@ def compare(runs: Runs) -> "DataFrame":
     """A pandas DataFrame with a row for each run, the best first.
 
     Its columns are the settings that differ between the runs, and `status`, `steps`, `loss` (last step), `training_loss` (mean of the
-    last steps), `validation_loss` (the best) and `tokens_per_second`.
+    last steps), `validation_loss` (the best), its `bits_per_byte` and `tokens_per_second`.
 
     >>> hpclm.compare(runs).plot.scatter("optim.lr", "validation_loss")
 

@@ -124,6 +124,10 @@ class Corpus:
         """Samples in one epoch of the split; 0 if it is shorter than a sample."""
         return self.splits[split].per_epoch if split in self.splits else 0
 
+    def bytes_per_token(self, split: str) -> float | None:
+        """See Split.bytes_per_token; None also if not every token counts in the loss."""
+        return self._known(split).bytes_per_token if self.settings.all_tokens_count else None
+
     def check(self, split: str, requested: int | None) -> None:
         """ConfigError if ``samples`` cannot provide ``requested`` samples; reads and builds nothing large."""
         self._known(split).check(requested, self.settings, self.context)

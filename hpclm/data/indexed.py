@@ -18,6 +18,7 @@ from hpclm.data.scan import SharedFacts, check_all, check_ends
 
 SCANNED = 1 << 20  # sequences or documents that are all checked when a dataset is opened: some 10 ms
 
+COUNTS = "counts"  # in PREFIX.json: see hpclm.preprocess.counts
 T = TypeVar("T")
 
 
@@ -45,6 +46,13 @@ def sidecar(prefix: str | Path) -> dict[str, Any]:
     if not _is_note(note):
         raise ConfigError(f"{path} was not written by hpclm; remove it and set data.tokenizer")
     return note
+
+
+def text_bytes(prefix: str | Path) -> int:
+    """Bytes of text, in UTF-8, whose tokens the dataset has; 0 if PREFIX.json does not say, as for conversations."""
+    counts = sidecar(prefix).get(COUNTS)
+    size = counts.get("text_bytes") if isinstance(counts, dict) else None
+    return size if type(size) is int else 0
 
 
 def _is_note(note: Any) -> bool:

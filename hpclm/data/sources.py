@@ -1,5 +1,6 @@
 """The data of a run (data.source): the interface, building a source, and checking it without reading samples."""
 
+import math
 from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ class Source(Protocol):
     Optional members: ``check_content() -> list[str]`` verifies some of the data when a run starts, and describes the result.
     ``without_effect() -> list[str]`` names settings without effect on these data, with reasons. ``chat`` is the ChatRecord of
     conversations, or None. ``check(split, requested)`` raises the ConfigError of ``samples`` without reading samples.
+    ``bytes_per_token(split)`` is the mean number of bytes of text per token, for bits per byte; None if unknown.
     """
 
     eod: int | None
@@ -96,6 +98,12 @@ def chat(source: Source) -> ChatRecord | None:
     """The chat settings of the data; None without conversations, or if unrecorded."""
     record: ChatRecord | None = getattr(source, "chat", None)
     return record
+
+
+def bits_per_byte(source: Source, split: str) -> float | None:
+    """Bits per byte of text of a split for a loss of 1 nat per token; None if its bytes are unknown."""
+    size: float | None = getattr(source, "bytes_per_token", lambda split: None)(split)
+    return 1 / math.log(2) / size if size else None
 
 
 def samples_per_epoch(source: Source) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
 from hpclm.data import blend, index_cache, loss_mask
 from hpclm.data.content import noted
-from hpclm.data.indexed import IndexedDataset
+from hpclm.data.indexed import IndexedDataset, text_bytes
 from hpclm.data.order import Blocks, Order, SampleIndex, blocks, build_index, index_bytes, passes, samples_in, shuffled
 from hpclm.data.packing import SHORTEST, Packing, pack
 from hpclm.data.samples import BlendedSamples, BlockSamples, DocumentSamples, PackedSamples, Sequences
@@ -248,6 +249,13 @@ class Split:
             return sum(counts)
         passes = [count * sum(self.weights) / weight for count, weight in zip(counts, self.weights, strict=True)]
         return int(min(passes) + 1e-6)  # rounding may have put a whole number slightly below itself
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text per token, including end-of-document tokens: the datasets' means, by the share of samples. None if unknown."""
+        means = [text_bytes(part.dataset.prefix) / part.dataset.token_count for part in self.slices]
+        weights = self._weights()
+        return sum(map(mul, weights, means)) / sum(weights) if all(means) else None
 
     def check(self, requested: int | None, settings: DataConfig, context: int) -> None:
         """ConfigError that names a dataset if it has no samples, or if their index would not fit in memory."""

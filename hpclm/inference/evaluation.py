@@ -111,7 +111,7 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
 
 
 def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> Figures:
-    """Mean loss per token in nats, perplexity, and the data that was read.
+    """Mean loss per token in nats, perplexity, bits per byte if the bytes of the data are known, and the data that was read.
 
     ``samples``: number of samples of the part to read; None: one pass. ConfigError if the loss is not finite.
     """
@@ -143,9 +143,11 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
             f"nothing to measure: the loss mask excludes every token of the {count} samples of {part}; read more with --samples, or all "
             "tokens with data.loss_mask=ignore"
         )
-    return _finite(
-        {"loss": mean, "perplexity": perplexity(mean), "step": progress.step, "part": part, "samples": count}
-    )
+    figures: Figures = {"loss": mean, "perplexity": perplexity(mean)}
+    bits = sources.bits_per_byte(source, part)
+    if bits is not None:
+        figures["bits_per_byte"] = bits * mean
+    return _finite({**figures, "step": progress.step, "part": part, "samples": count})
 
 
 def on_documents(

@@ -21,8 +21,7 @@ from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.files import read_text, readable, write_text
 from hpclm.base.terminal import many, say
 from hpclm.data import chat_record, loss_mask, tokenizers
-from hpclm.data.indexed import files
-from hpclm.preprocess.counts import KEY as COUNTS
+from hpclm.data.indexed import COUNTS, files
 from hpclm.preprocess.counts import Counts
 from hpclm.preprocess.encode import (
     END_OF_DOCUMENT,

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-KEY = "counts"  # in PREFIX.json
+from hpclm.data.indexed import COUNTS
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,6 @@ class Counts:
 
 def noted(note: dict[str, Any]) -> Counts:
     """The counts in the contents of a PREFIX.json; all 0 if it has none. TypeError or ValueError if they are invalid."""
-    given = note.get(KEY, {})
+    given = note.get(COUNTS, {})
     tables = {name: Counter(given[name]) for name in ("special", "ends", "unreadable") if name in given}
     return Counts(**{**given, **tables})

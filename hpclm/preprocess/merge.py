@@ -12,7 +12,7 @@ from hpclm.base.folders import writable_folder
 from hpclm.data import loss_mask, tokenizers
 from hpclm.data.content import KEY, noted
 from hpclm.data.formats import DTYPES, FAIRSEQ_ONLY
-from hpclm.data.indexed import IndexedDataset, files, sidecar
+from hpclm.data.indexed import COUNTS, IndexedDataset, files, sidecar
 from hpclm.preprocess import counts
 from hpclm.preprocess.hashing import TokenReader
 from hpclm.preprocess.writer import Layout, Writer
@@ -109,7 +109,7 @@ def joined_note(prefixes: Sequence[str | Path]) -> dict[str, Any] | None:
                 f"{first} and {prefix} were made with different tokenizers: {differ}; they cannot be merged"
             )
     total = sum((counts.noted(notes[str(prefix)]) for prefix in prefixes), counts.Counts())
-    return {key: value for key, value in joined.items() if key != KEY} | {counts.KEY: total.note()}
+    return {key: value for key, value in joined.items() if key != KEY} | {COUNTS: total.note()}
 
 
 def _check_places(out: Path, prefixes: Sequence[str | Path], overwrite: bool) -> None:

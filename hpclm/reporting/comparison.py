@@ -14,7 +14,8 @@ from hpclm.rundir.state import State
 
 FIGURES = {
     "validation_loss": ("VALIDATION LOSS", ".4f"),
-    "training_loss": ("TRAINING LOSS", ".4f"),
+    "bits_per_byte": ("BITS/BYTE", ".4f"),
+    "training_loss": ("MEAN TRAINING LOSS", ".4f"),
     "steps": ("STEPS", ","),
     "tokens_per_second": ("TOKENS/S", ",.0f"),
 }
@@ -47,6 +48,7 @@ class Entry:
             "training_loss": self.standing.training,
             "validation_loss": self.standing.best,
             "validation_step": self.standing.best_step,
+            "bits_per_byte": self.standing.bits_per_byte,
             "tokens_per_second": self.history.mean("tokens_per_second"),
             "diverged": self.standing.diverged,
         }

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hpclm.reporting.expert_history import LEGEND, HeatMap
 from hpclm.reporting.history import RECENT, History
 from hpclm.reporting.html import SORT, definitions, document, folded, text
 from hpclm.reporting.provenance import Settings
-from hpclm.reporting.standings import Standing
+from hpclm.reporting.standings import Standing, have_bits
 from hpclm.rundir.state import span
 
 NAME = "report.html"
@@ -81,8 +81,13 @@ def _verdict(standings: Sequence[Standing], differing: Mapping[str, object]) -> 
     best = standings[0]
     kind = "training" if best.best is None else "validation"
     loss = best.training if best.best is None else best.best
+    by_bits = have_bits(standings)
     said = []
-    if loss is not None and best.diverged is None:
+    if by_bits and best.best is not None and best.diverged is None:
+        said.append(
+            f"<b>{text(best.name)}</b> has the fewest bits per byte of the validation data, {best.bits_per_byte:.4f}."
+        )
+    elif loss is not None and best.diverged is None:
         said.append(f"<b>{text(best.name)}</b> has the lowest {kind} loss, {loss:.4f} nats per token.")
     lost = [standing for standing in standings if standing.diverged is not None]
     if lost:
@@ -90,7 +95,8 @@ def _verdict(standings: Sequence[Standing], differing: Mapping[str, object]) -> 
         said.append(f'<span class="warn">{len(lost)} of {len(standings)} diverged</span>: {names}.')
     unlike = [key for key in differing if key in provenance.UNCOMPARABLE]
     if unlike:
-        said.append(f"They differ in {text(', '.join(unlike))}, so their losses may not be comparable.")
+        instead = "; bits per byte are, if the text is the same" if by_bits else ""
+        said.append(f"They differ in {text(', '.join(unlike))}, so their losses may not be comparable{instead}.")
     return f"<p>{' '.join(said)}</p>"
 
 
@@ -98,6 +104,13 @@ def _ranking(entries: Sequence[Entry]) -> str:
     """The runs as rows, the best first, with the settings that differ. A click on a column heading sorts. On a phone, the settings are
     below the run's name instead of in columns, so that no scrolling is needed."""
     swatches = colours(entry.name for entry in entries)
+    losses = {
+        "validation_loss": "validation loss",
+        "bits_per_byte": "bits per byte",
+        "training_loss": "mean training loss",
+    }
+    if all(entry.standing.bits_per_byte is None for entry in entries):
+        del losses["bits_per_byte"]
     rows = []
     for entry in entries:
         swatch = _swatch(swatches.get(entry.name), "")
@@ -105,26 +118,28 @@ def _ranking(entries: Sequence[Entry]) -> str:
         cells += [
             (SETTING, provenance.shown(value), text(provenance.shown(value))) for value in entry.settings.values()
         ]
-        cells += _results(entry)
+        cells += _results(entry, losses)
         rows.append("".join(f'<td{kind} data-value="{text(key)}">{cell}</td>' for kind, key, cell in cells))
     own = [*entries[0].reported][: comparison.REPORTED]
     heads = [("", "run"), *((SETTING, key) for key in entries[0].settings)]
-    heads += [("", head) for head in ("validation loss", "training loss", *own, "state", "steps", "tokens/s")]
+    heads += [("", head) for head in (*losses.values(), *own, "state", "steps", "tokens/s")]
     head = "".join(f"<th{kind}><button>{text(title)}</button></th>" for kind, title in heads)
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody>"
-    means = "Training loss and own metrics are means" if own else "Training loss is the mean"
+    means = "The training loss and own metrics are means" if own else "The training loss is the mean"
     note = (
-        "The best run is first, by validation loss if it was measured, otherwise by training loss. "
+        "The best run is first: by bits per byte if known for all, or else by validation loss, or else by training loss. "
         f"{means} of the last {RECENT} steps. Click a column heading to sort."
     )
     return f'<div class="scroll"><table class="ranking">{body}</table></div><p class="soft">{note}</p>'
 
 
-def _results(entry: Entry) -> Iterator[tuple[str, str, str]]:
-    """The cells of a run after its settings: attribute, the value to sort by, HTML."""
+def _results(entry: Entry, losses: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """The cells of a run after its settings: attribute, the value to sort by, HTML. ``losses``: the first figures."""
     figures = entry.figures
     at = f' <span class="soft">step {figures["validation_step"]}</span>'
-    for value, beside in ((figures["validation_loss"], at), (figures["training_loss"], "")):
+    for name in losses:
+        value = figures[name]
+        beside = at if name == "validation_loss" else ""
         yield ("", "", "") if value is None else ("", f"{value:.4f}", f"{value:.4f}{beside}")
     for value in [*entry.reported.values()][: comparison.REPORTED]:
         yield ("", "", "") if value is None else ("", f"{value:.17g}", f"{value:.4g}")
@@ -242,6 +257,7 @@ def _numbers(history: History, standing: Standing) -> str:
         "last step": (last.get("step"), ""),
         f"training loss, mean of the last {standing.over} steps": (standing.training, ".4f"),
         f"best validation loss, step {standing.best_step}": (standing.best, ".4f"),
+        f"bits per byte, step {standing.best_step}": (standing.bits_per_byte, ".4f"),
         "tokens/s": (history.mean("tokens_per_second"), ",.0f"),
         "MFU": (history.mean("mfu"), ".1%"),
         "peak memory of rank 0": (f"{history.memory / (1 << 30):.2f} GiB" if history.memory else None, ""),

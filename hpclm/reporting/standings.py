@@ -1,7 +1,7 @@
 """Rank runs by their losses, and find the runs that diverged."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -27,18 +27,28 @@ class Standing:
     over: int
     diverged: int | None
     """The first step after the last healthy loss, if the run diverged."""
+    bits_per_byte: float | None = None
+    """On the validation data at ``best_step``; None if unknown."""
 
-    @property
-    def key(self) -> tuple[bool, bool, float]:
-        """Sort key: by validation loss, or else by training loss; diverged runs come last."""
-        losses = [loss for loss in (self.best, self.training, math.inf) if loss is not None]
+    def key(self, by_bits: bool) -> tuple[bool, bool, float]:
+        """Sort key: by validation loss, or its bits per byte, or else by training loss; diverged runs come last."""
+        best = self.bits_per_byte if by_bits else self.best
+        losses = [loss for loss in (best, self.training, math.inf) if loss is not None]
         return self.diverged is not None, self.best is None, losses[0]
 
 
 def ranked(runs: Runs) -> list[Standing]:
-    """All runs, the best first."""
+    """All runs, the best first. With different tokenizers, only bits per byte compare."""
     limit = healthy_limit(runs)
-    return sorted((_standing(name, history, limit) for name, history in runs.items()), key=lambda entry: entry.key)
+    standings = [_standing(name, history, limit) for name, history in runs.items()]
+    by_bits = have_bits(standings)
+    return sorted(standings, key=lambda entry: entry.key(by_bits))
+
+
+def have_bits(standings: Sequence[Standing]) -> bool:
+    """Whether bits per byte are known of all runs that have a validation loss, and of one at least."""
+    measured = [entry.bits_per_byte for entry in standings if entry.best is not None]
+    return bool(measured) and None not in measured
 
 
 def healthy_limit(runs: Runs) -> float:
@@ -64,11 +74,11 @@ def diverged(history: History, limit: float) -> int | None:
     return None
 
 
-def validation(history: History) -> dict[int, float | None]:
-    """Step -> validation loss, averaged over its parts; None if the loss of any part was not finite."""
+def validation(history: History, figure: str = "validation_loss") -> dict[int, float | None]:
+    """Step -> a figure of evaluations, averaged over its parts; None if that of any part is unknown or not finite."""
     by_step: dict[int, list[float | None]] = {}
     for row in history.evaluations:
-        by_step.setdefault(row["step"], []).append(row["validation_loss"])
+        by_step.setdefault(row["step"], []).append(row.get(figure))
     means: dict[int, float | None] = {}
     for step, losses in by_step.items():
         finite = [loss for loss in losses if loss is not None]
@@ -82,7 +92,8 @@ def _standing(name: str, history: History, limit: float) -> Standing:
     best, step = min(measured, default=(None, None))
     losses = [row["loss"] for row in history.recent if row.get("loss") is not None]
     training = sum(losses) / len(losses) if losses and since is None else None
-    return Standing(name, best, step, training, len(losses), since)
+    bits = None if step is None else validation(history, "validation_bits_per_byte")[step]
+    return Standing(name, best, step, training, len(losses), since, bits)
 
 
 def _median(values: np.ndarray) -> float:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from hpclm.checkpoint import Progress
+from hpclm.data import sources
 from hpclm.parallel.micro_batch import MicroBatch
 from hpclm.training.opening import OpenRun
 
@@ -21,6 +22,10 @@ class Evaluator:
         """Losses by step and part; None if not finite."""
         self._unmeasurable: set[str] = set()
         """Parts without any token that counts in the loss."""
+        self._bits: dict[str, float | None] = {}
+        """See sources.bits_per_byte, of each part; on rank 0."""
+        if run.meter:
+            self._bits = {held.part: sources.bits_per_byte(run.data.source, held.part) for held in run.data.held_out}
 
     def evaluate(self, progress: Progress, every: int, is_leaving: Callable[[], bool]) -> None:
         """Measure the parts that have no loss for this step yet. Stop once ``is_leaving()``, which is called every ``every`` micro-batches."""
@@ -51,7 +56,7 @@ class Evaluator:
                 continue
             self.losses[progress.step, part] = loss
             if self.run.meter:
-                self.run.meter.evaluated(progress.step, progress.samples, loss, part)
+                self.run.meter.evaluated(progress.step, progress.samples, loss, part, self._bits[part])
         if self.run.callbacks and len(self.losses) > known:
             losses = {part: loss for (step, part), loss in self.losses.items() if step == progress.step}
             self.run.callbacks.after_evaluation(progress.step, losses)

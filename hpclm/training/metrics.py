@@ -201,17 +201,19 @@ class Meter:
                 if self._board:
                     self._board.scalar(f"tasks/{task} {name}", value, row)
 
-    def evaluated(self, step: int, samples: int, loss: float, part: str) -> None:
-        """Record a loss on held-out data, and its perplexity."""
+    def evaluated(self, step: int, samples: int, loss: float, part: str, bits: float | None = None) -> None:
+        """Record a loss on held-out data, its perplexity and, if known, bits per byte. ``bits``: see sources.bits_per_byte."""
         row = {"step": step, "samples": samples, "time": round(time.time(), 3), "part": part}
         row |= {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
+        if bits is not None:
+            row["validation_bits_per_byte"] = bits * loss
         self._writer(lambda: self._evaluated(row))
 
     def _evaluated(self, row: dict[str, Any]) -> None:
         name = row["part"].removeprefix("valid").removeprefix("/")
         self._write(row, name)
         self.summary.measured(row)
-        log.info("%s", evaluation_line(row["step"], row["validation_loss"], name))
+        log.info("%s", evaluation_line(row["step"], row["validation_loss"], name, row.get("validation_bits_per_byte")))
 
     def flush(self) -> None:
         """Wait until everything is written. An error of the writing thread is raised here, or by the next step."""
@@ -263,6 +265,8 @@ def step_line(
     ``total``: the last step of the run, if known. ``first``: the first step of an attempt may compile, so its time predicts nothing.
     """
     parts = step_figures(mean)
+    if len(rows) > 1 and not is_without_loss(mean):
+        parts[0] = f"mean {parts[0]}"
     without_loss = sum(map(is_without_loss, rows))
     if without_loss:
         parts[0] += f" ({without_loss} of {len(rows)} steps without a token that counts)"
@@ -279,10 +283,11 @@ def step_line(
     return "  ".join([f"step {number}", *parts])
 
 
-def evaluation_line(step: int, loss: float, part: str) -> str:
+def evaluation_line(step: int, loss: float, part: str, bits_per_byte: float | None = None) -> str:
     """The log line of an evaluation. ``part``: the name of the held-out data; empty if there is only one part."""
     name = f"validation loss of {part}" if part else "validation loss"
-    return f"step {step}  {name} {loss:.4f}  perplexity {perplexity(loss):.2f}"
+    line = f"step {step}  {name} {loss:.4f}  perplexity {perplexity(loss):.2f}"
+    return line if bits_per_byte is None else f"{line}  bits per byte {bits_per_byte:.4f}"
 
 
 def perplexity(loss: float) -> float:

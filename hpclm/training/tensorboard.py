@@ -33,6 +33,7 @@ TAGS = {
     "data_seconds": "time/batch-generator-time",
     "validation_loss": "lm-loss-validation/lm loss validation",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
+    "validation_bits_per_byte": "lm-loss-validation/lm loss validation bits per byte",
 }
 FLUSH_SECONDS = 20.0  # maximum time between two flushes, even if log lines are further apart
 

@@ -34,6 +34,7 @@ def test_a_row_has_the_figures_of_a_run_and_the_settings_in_which_it_differs_the
         "training_loss": 3.0,
         "validation_loss": 2.25,
         "validation_step": 2,
+        "bits_per_byte": None,
         "tokens_per_second": 2002.0,
         "diverged": None,
         "path": str(better),
@@ -41,9 +42,9 @@ def test_a_row_has_the_figures_of_a_run_and_the_settings_in_which_it_differs_the
     }
     assert (second["run"], second["optim.lr"], second["mine"]) == ("worse", 3e-4, 0.5)
     assert [*comparison.table(statuses(worse, better))] == [
-        "RUN     STATE  optim.lr  VALIDATION LOSS  TRAINING LOSS  STEPS  TOKENS/S  mine",
-        "better  ended  0.001     2.2500           3.0000         3      2,002     -",
-        "worse   ended  0.0003    3.2500           3.9600         3      2,002     0.5",
+        "RUN     STATE  optim.lr  VALIDATION LOSS  MEAN TRAINING LOSS  STEPS  TOKENS/S  mine",
+        "better  ended  0.001     2.2500           3.0000              3      2,002     -",
+        "worse   ended  0.0003    3.2500           3.9600              3      2,002     0.5",
     ]
 
 
@@ -53,7 +54,7 @@ def test_a_table_says_where_a_run_diverged_and_has_no_column_that_is_empty(tmp_p
         made.trained(tmp_path / "lost", [3.0] * 100 + [None] * 100),
     )
     assert [line.split() for line in comparison.table(statuses(lost, good))] == [
-        ["RUN", "STATE", "TRAINING", "LOSS", "STEPS", "TOKENS/S"],
+        ["RUN", "STATE", "MEAN", "TRAINING", "LOSS", "STEPS", "TOKENS/S"],
         ["good", "ended", "3.0000", "200", "2,176"],
         ["lost", "diverged", "at", "step", "101", "-", "200", "2,176"],
     ]

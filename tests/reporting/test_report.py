@@ -259,7 +259,7 @@ def test_several_runs_are_one_table_with_the_best_first(tmp_path):
     text = page.read_text()
     assert f'<span class="warn" title="{why}">failed</span>' in text and text.count(why) == 2  # also with its attempts
     heads = re.findall("<th[^>]*><button>(.*?)</button>", text)
-    assert heads == ["run", "optim.lr", "validation loss", "training loss", "state", "steps", "tokens/s"]
+    assert heads == ["run", "optim.lr", "validation loss", "mean training loss", "state", "steps", "tokens/s"]
     rows = re.findall('<tr><td data-value="(.*?)">', text)
     assert rows == ["better", "good", "unmeasured", "wild", "nan"]
     words = " ".join(Page(text).words)

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -86,8 +87,8 @@ def test_log_lines_are_means_since_the_last_one_and_steps_without_a_loss_are_war
     told = [text for text in caplog.messages if text.startswith("step ") and " tokens/s" in text]
     assert told == [
         "step 1/6  loss 9.0000  lr 0.1  160 tokens/s  10% waiting for data  0.500 s/step",
-        "step 3/6  loss 3.0000  lr 0.1  400 tokens/s  25% waiting for data  0.500 s/step  0:01 left",
-        "step 6/6  loss 5.0000 (2 of 3 steps without a token that counts)  lr 0.1  800 tokens/s  50% waiting for data  "
+        "step 3/6  mean loss 3.0000  lr 0.1  400 tokens/s  25% waiting for data  0.500 s/step  0:01 left",
+        "step 6/6  mean loss 5.0000 (2 of 3 steps without a token that counts)  lr 0.1  800 tokens/s  50% waiting for data  "
         "0.500 s/step  0:00 left",
     ]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -103,10 +104,10 @@ def test_lines_of_steps_hold_the_run_s_numbers(tiny, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert "; 12 steps (budget.samples=100 ends the run before budget.steps=20) of 8 samples x 16 tokens" in lines[1]
-    told = [line[26:] for line in lines if "/12  loss " in line]
+    told = [line[26:] for line in lines if re.search(r"/12  (mean )?loss ", line)]
     assert [int(line.split()[1].partition("/")[0]) for line in told] == [1, 4, 8, 12]
     assert [" left" in line for line in told] == [False, True, True, True]  # the first step may compile
-    assert told[2].startswith(f"step 8/12  loss {sum(losses[n] for n in range(5, 9)) / 4:.4f}  lr ")
+    assert told[2].startswith(f"step 8/12  mean loss {sum(losses[n] for n in range(5, 9)) / 4:.4f}  lr ")
 
 
 def test_the_perplexity_of_a_loss_that_is_not_finite_hides_nothing():
@@ -116,7 +117,7 @@ def test_the_perplexity_of_a_loss_that_is_not_finite_hides_nothing():
 
 
 MEAN = {"step": 40, "loss": 2.0, "lr": 3e-3, "tokens_per_second": 1234.6, "step_seconds": 0.5, "data_fraction": 0.05}
-FIGURES = "loss 2.0000  lr 0.003  1,235 tokens/s"
+FIGURES = "mean loss 2.0000  lr 0.003  1,235 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,13 @@ FIGURES = "loss 2.0000  lr 0.003  1,235 tokens/s"
         ({}, 158, True, f"step 40/158  {FIGURES}  0.500 s/step"),
         ({"mfu": 0.456}, None, False, f"step 40  {FIGURES}  MFU 45.6%  0.500 s/step"),
         ({"data_fraction": 0.061}, None, False, f"step 40  {FIGURES}  6% waiting for data  0.500 s/step"),
-        ({"counted_tokens": 0}, None, False, f"step 40  no loss{FIGURES[11:]}  0.500 s/step"),
+        ({"counted_tokens": 0}, None, False, f"step 40  no loss{FIGURES[16:]}  0.500 s/step"),
+        (
+            {"callback_seconds": 0.1},
+            None,
+            False,
+            f"step 40  {FIGURES}  0.100 s/step in callbacks  0.500 s/step",
+        ),
     ],
 )
 def test_a_line_has_the_figures_and_how_long_the_rest_takes(more, total, first, line):
@@ -138,11 +145,12 @@ def test_a_line_has_the_figures_and_how_long_the_rest_takes(more, total, first, 
 def test_steps_in_which_no_token_counts_are_counted_in_the_line():
     rows = [{"counted_tokens": 0}] * 2 + [{}] * 8
     line = step_line(rows, MEAN, None)
-    assert line.startswith("step 40  loss 2.0000 (2 of 10 steps without a token that counts)  lr 0.003")
+    assert line.startswith("step 40  mean loss 2.0000 (2 of 10 steps without a token that counts)  lr 0.003")
 
 
 def test_the_line_of_an_evaluation_says_of_which_data_it_is():
     assert evaluation_line(7, 2.0, "") == "step 7  validation loss 2.0000  perplexity 7.39"
+    assert evaluation_line(7, 2.0, "", 0.75) == "step 7  validation loss 2.0000  perplexity 7.39  bits per byte 0.7500"
     assert evaluation_line(7, 2.0, "law") == "step 7  validation loss of law 2.0000  perplexity 7.39"
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -265,6 +266,12 @@ def test_mistakes_are_errors_with_every_problem(tmp_path):
         hpclm.ConfigError, match=r"optim\.lr: settings are text, numbers, lists and mappings, not object"
     ):
         hpclm.settings("debug", {"optim.lr": object()})
+    with pytest.raises(hpclm.ConfigError, match=r"model\.block: give its name, 'collections:Counter'"):
+        hpclm.settings("debug", {"model.block": Counter})
+    of_a_cell = type("Stop", (), {"__module__": "__main__"})
+    for value in (of_a_cell, "__main__:Stop"):  # as a notebook's cell defines it
+        with pytest.raises(hpclm.ConfigError, match=r"into a file, such as mine\.py, and give 'mine:Stop'"):
+            hpclm.settings("debug", {"train.callbacks": [value]})
     for base in (None, 5, {"model.layers": 1}):
         with pytest.raises(hpclm.ConfigError, match=r"the first argument must be a preset.*it is (NoneType|int|dict)"):
             hpclm.train(base)

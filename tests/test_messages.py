@@ -127,7 +127,6 @@ MISTAKES = {
     ("preprocess", "--input", "a", "--output-prefix", "b", "--tokenizer", "bytes", "--longest-line", "0"): (
         "argument --longest-line: '0' is not a whole number of at least 1\n"
     ),
-    ("report", "x", "-o", "a.pdf"): "--output a.pdf must end with .html\n",
     ("submit", "debug", "--ranks", "0"): "--ranks is for --dry-run\n",
     ("submit", "debug", "--pdb"): "--pdb is for --debug\n",
     **{

@@ -1,5 +1,6 @@
 """Turn the keywords and changes of hpclm's functions into settings of a run."""
 
+import inspect
 import math
 import os
 import re
@@ -15,6 +16,7 @@ from hpclm.api import dataset
 from hpclm.api.checked import PATH, UnfitError, fitted, plain
 from hpclm.api.dataset import Data
 from hpclm.base.errors import ConfigError
+from hpclm.base.registry import into_a_file
 from hpclm.config import RunConfig
 from hpclm.config.checks import shown
 from hpclm.config.fields import as_word, required, type_of, type_text
@@ -131,6 +133,11 @@ def word(key: str, value: Any) -> str:
     try:
         value_of_setting = plain(value)
     except UnfitError as error:
+        for given in value if isinstance(value, (list, tuple)) else [value]:
+            if inspect.isclass(given) or inspect.isfunction(given):
+                module, name = given.__module__, given.__qualname__
+                way_out = into_a_file(name) if module == "__main__" else f"give its name, '{module}:{name}'"
+                raise ConfigError(f"{key}: {way_out}") from None
         raise ConfigError(f"{key}: settings are text, numbers, lists and mappings, not {error}") from None
     kind = type_of(key)
     if kind == list[str] and isinstance(value_of_setting, list):

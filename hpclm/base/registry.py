@@ -19,6 +19,8 @@ OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 def problem(kind: str, name: str, table: Mapping[str, Any]) -> str | None:
     """The error if ``name`` is neither in ``table`` nor of the form package.module:Name; else None. Imports nothing."""
+    if name.startswith("__main__:"):
+        return f"{kind} {name!r}: {into_a_file(name.partition(':')[2])}"
     if name in table or OWN.fullmatch(name):
         return None
     choices = f"one of {sorted(table)} or " if table else ""
@@ -49,6 +51,11 @@ def lookup(kind: str, name: str, table: Mapping[str, str], check: Check) -> Any:
     if wrong:
         raise ConfigError(f"{kind} {name!r} {wrong}; `hpclm docs your-own-code` describes what it must be")
     return named
+
+
+def into_a_file(name: str) -> str:
+    """The way out for a class or function ``name`` of a notebook or script."""
+    return f"other processes cannot import what a notebook or script defines; put it into a file, such as mine.py, and give 'mine:{name}'"
 
 
 def in_standard_library(kind: str, name: str) -> str:

@@ -61,6 +61,10 @@ FOUND = {
     ("wandb",): (["sinks"], "pip install 'hpclm[wandb]'"),
     ("检查点",): (["tutorial.zh"], "检查点"),
     ("learning_rate",): ([], "learning_rate is here: optim.lr"),
+    ("callback",): (["your-own-code"], "settings (hpclm docs train.callbacks explains it)"),
+    ("early stopping",): (["your-own-code"], "A callback, early stopping"),
+    ("freeze",): (["finetune"], "Freeze weights"),
+    ("ema",): (["reliability"], "Averaged weights (EMA, Lookahead): hpclm makes none."),
     ("status",): (["commands"], "hpclm help status shows the options of this command."),
     ("momentum",): (
         [],

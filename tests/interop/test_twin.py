@@ -10,6 +10,7 @@ from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import families, folder, twin
 from tests.interop import made
 from tests.interop.test_experts import PUBLISHED
+from tests.interop.test_families import YARN
 
 convert = cli.function("convert")
 
@@ -27,6 +28,19 @@ def test_a_published_model_is_proven_by_a_small_one(kind):
 
 def test_rotary_parameters_of_a_kind_of_layers_may_be_empty():
     proved({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {}}})
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        dict(model_type="olmo3", partial_rotary_factor=0.5, rope_parameters={"full_attention": YARN}),
+        dict(model_type="gpt_oss", num_hidden_layers=1, layer_types=["full_attention"], sliding_window=None),
+        dict(model_type="qwen3_moe", head_dim=None),
+    ],
+)
+def test_what_transformers_cannot_run_is_refused_by_name(tree):
+    with pytest.raises(ConfigError, match=r"transformers cannot run a small \w+ForCausalLM with these settings: "):
+        proved(tree)
 
 
 def swapped(family):

@@ -8,6 +8,7 @@ import copy
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def _replaced(tree: Mapping[str, Any], lengths: Mapping[int, int]) -> Tree:
     return replaced
 
 
+@torch.no_grad()
 def _difference(family: Family, keys: Keys, config: ModelConfig, seed: int, named: Named) -> float:
     """The largest difference of a logit, relative to the largest logit, in a text below all lengths and in one above them."""
     draw = torch.Generator().manual_seed(seed)
@@ -130,35 +132,40 @@ def _difference(family: Family, keys: Keys, config: ModelConfig, seed: int, name
     if config.positions in ("rope", "alibi") and not window:
         longest += SHORTEST
     with quiet(), torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
-        there = _drawn(family, keys, draw)
-        there.save_pretrained(folder)
+        with _refused(family):
+            there = _drawn(keys, draw)
+            there.save_pretrained(folder)
         here = _converted(family, config, named(Reader(Path(folder)), family, config))
     worst = 0.0
     for length in (SHORTEST - 1, longest):
         tokens = torch.randint(VOCABULARY, (2, length), generator=draw)
-        with torch.no_grad():
+        with _refused(family):
             theirs = there(tokens, use_cache=False).logits
-            difference = (here.head(tokens).logits() - theirs).abs().max() / theirs.abs().max()
+        difference = (here.head(tokens).logits() - theirs).abs().max() / theirs.abs().max()
         worst = max(worst, difference.nan_to_num(math.inf).item())
     return worst
 
 
-def _drawn(family: Family, keys: Keys, draw: torch.Generator) -> Any:
-    """transformers' model with random values in every tensor; ConfigError if it cannot be built."""
-    config: Any = keys.kind.from_dict(copy.deepcopy(keys.whole))
+@contextmanager
+def _refused(family: Family) -> Iterator[None]:
+    """ConfigError instead of any exception of transformers."""
     try:
-        if keys.kind.model_type == OWN:
-            from hpclm.interop.huggingface.modeling_hpclm import HpclmForCausalLM
-
-            model: Any = HpclmForCausalLM(config).float()
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            )
+        yield
     except Exception as error:  # the classes raise any exception
         raise ConfigError(
-            f"transformers cannot build a small {family.architecture} with these settings: {error}"
+            f"transformers cannot run a small {family.architecture} with these settings: {error}"
         ) from None
+
+
+def _drawn(keys: Keys, draw: torch.Generator) -> Any:
+    """transformers' model with random values in every tensor."""
+    config: Any = keys.kind.from_dict(copy.deepcopy(keys.whole))
+    if keys.kind.model_type == OWN:
+        from hpclm.interop.huggingface.modeling_hpclm import HpclmForCausalLM
+
+        model: Any = HpclmForCausalLM(config).float()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     chosen = [(name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, tensor in (*model.named_parameters(), *chosen):
         tensor.data = _values(name, tensor, draw)

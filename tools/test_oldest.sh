@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests with the oldest version of every library that setup.cfg allows, in .venv-oldest, an environment of its own.
-#   tools/test_oldest.sh                    the first size of the tests of data, models, engines, optimizers, checkpoints and training
+#   tools/test_oldest.sh                    the first size of the tests of data, models, engines, optimizers, checkpoints, training and interop
 #   tools/test_oldest.sh tests/engine -x    these; words are passed on to pytest
 # PYTHON names another interpreter than python3. Where no CPU build of the oldest PyTorch can be reached, the default one takes some GB.
 set -euo pipefail
@@ -27,7 +27,7 @@ fi
 
 workers=$(env -u OMP_NUM_THREADS nproc)
 export PATH="$PWD/.venv-oldest/bin:$PATH" OMP_NUM_THREADS=1
-folders=(checkpoint data datasets engine model optim parallel training)
+folders=(checkpoint data engine interop model optim parallel preprocess training)
 case " $*" in *" tests"*) ;; *) set -- "$@" "${folders[@]/#/tests/}" ;; esac
 # what they call of each other may be deprecated by now
 pytest -n "$workers" --dist loadgroup --size first -m "not gpu and not slurm" -W ignore::DeprecationWarning "$@"

@@ -189,7 +189,7 @@ REFUSED = {
     "no step": ("qwen3_moe", dict(decoder_sparse_step=0), "decoder_sparse_step=0 must be a whole number of at least 1"),
     "a layer": ("qwen3_moe", dict(mlp_only_layers=["1"]), "mlp_only_layers=[\"1\"]: Qwen3MoeConfig of transformers refuses it"),
     "all dense": ("qwen3_moe", dict(mlp_only_layers=[0, 1]), "no layer of model.experts.pattern=[dense] is of kind experts"),
-    "none": ("qwen3_moe", dict(num_experts=0), "num_experts=0 must be a whole number of at least 1"),
+    "none": ("qwen3_moe", dict(num_experts=0), "num_experts=0 must be at least 1"),
     "shared": ("qwen3_moe", dict(shared_expert_intermediate_size=64), "shared_expert_intermediate_size=64, but hpclm supports 0"),
     "scaled": ("qwen3_moe", dict(routed_scaling_factor=2.5), "routed_scaling_factor=2.5: hpclm does not know this key"),
     "groups": ("qwen3_moe", dict(n_group=4), "n_group=4: hpclm does not know this key"),

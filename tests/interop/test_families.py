@@ -10,6 +10,7 @@ from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.interop.huggingface import deepseek, families
+from hpclm.interop.run import network
 from tests.interop import made
 from tests.interop.test_huggingface import louder, peer, peer_logits, swept
 
@@ -507,9 +508,9 @@ REFUSED = {
     "dots1, no groups": (
         "dots1",
         dict(n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, topk_group=0),
-        "topk_group=0 must be a whole number",
+        "router_top_groups=0 must be at least 1",
     ),
-    "GLM, no groups": ("glm4_moe", dict(head_dim=16, n_group=0), "n_group=0 must be a whole number"),
+    "GLM, no groups": ("glm4_moe", dict(head_dim=16, n_group=0), "router_groups=0 must be at least 1"),
     "DeepSeek V3, fewer heads of keys": (
         "deepseek_v3",
         {**DEEPSEEK, "num_key_value_heads": 2},
@@ -523,7 +524,7 @@ REFUSED = {
     "DeepSeek V3, usual attention": (
         "deepseek_v3",
         {**DEEPSEEK, "kv_lora_rank": 0},
-        "kv_lora_rank=0 must be a whole number of at least 1",
+        "kv_lora_rank=0 must be at least 1",
     ),
     "DeepSeek V3, softmax": (
         "deepseek_v3",
@@ -541,7 +542,7 @@ REFUSED = {
         dict(**DEEPSEEK, rope_parameters={**PLAIN, "partial_rotary_factor": 0.5}),
         r"model\.rope\.fraction=0\.5, which DeepseekV3ForCausalLM",
     ),
-    "DeepSeek V3, no groups": ("deepseek_v3", {**DEEPSEEK, "topk_group": 0}, "topk_group=0 must be a whole number"),
+    "DeepSeek V3, no groups": ("deepseek_v3", {**DEEPSEEK, "topk_group": 0}, "router_top_groups=0 must be at least 1"),
     "DeepSeek V2, groups by their best score": (
         "deepseek_v2",
         dict(**DEEPSEEK2, topk_method="group_limited_greedy", n_group=4, topk_group=2),
@@ -603,7 +604,7 @@ def test_a_class_whose_arithmetic_hpclm_lacks_is_refused_with_what_is_missing(
 @pytest.mark.parametrize("kind, change, answer", REFUSED.values(), ids=REFUSED.keys())
 def test_what_transformers_refuses_or_ignores_is_refused_by_name(kind, change, answer):
     with pytest.raises(ConfigError, match=answer):
-        families.model_settings({"model_type": kind, **SIZES, **change})
+        network(families.model_settings({"model_type": kind, **SIZES, **change}), [])
 
 
 @pytest.mark.parametrize("name", ["gelu_fast", "gelu_accurate", "gelu_python_tanh", "gelu_python", "relu2"])

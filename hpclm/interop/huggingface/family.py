@@ -9,7 +9,6 @@ from typing import Any
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.experts import COEFFICIENTS
-from hpclm.config.fields import required, type_of, type_text
 from hpclm.config.section import leaves
 from hpclm.interop.huggingface.completion import Keys, completed
 from hpclm.interop.huggingface.shape import BIASES, Json, Part, as_json, canonical, scaling
@@ -23,11 +22,8 @@ LAYERNORM = dict(norm="layernorm", bias=True)
 UNWRITTEN = f"""
     vocab_size vocab_multiple context dropout attention.dropout init_std kernels attention.kernel {" ".join(COEFFICIENTS)}"""
 """Settings that the weights and logits of a class do not depend on, or that all classes describe."""
-OPTIONAL = ("attention.dropout",)
-"""Settings that may be null: transformers takes this for 0."""
-SIZES = """
-    layers hidden attention.heads attention.kv_heads attention.head_dim attention.latent.kv_rank ffn context vocab_size experts.count experts.router_groups
-    experts.router_top_groups"""
+NEEDED = ("experts.count", "attention.latent.kv_rank")
+"""Settings that may be 0 in hpclm, but not in a class that has them."""
 PRECISION = 1e-6
 """Relative difference of two numbers that count as equal: a class may store the inverse or the square."""
 
@@ -98,12 +94,9 @@ class Family:
     def settings(self, tree: Keys) -> dict[str, Any]:
         """The settings that a completed config.json describes; ConfigError if hpclm does not support the network."""
         values: dict[str, Any] = {ours: tree.get(key) for ours, key in self.theirs.items()}
-        expected = {ours: _expected(ours, value) for ours, value in values.items()}
-        wrong = [
-            f"{self.theirs[ours]}={as_json(values[ours])} must be {kind}" for ours, kind in expected.items() if kind
-        ]
-        if wrong:
-            raise ConfigError(wrong)
+        for ours in NEEDED:
+            if values.get(ours) == 0:
+                raise ConfigError(f"{self.theirs[ours]}=0 must be at least 1")
         if "activation" in values:
             theirs = values["activation"]
             if not isinstance(theirs, str) or theirs not in self.activations:
@@ -147,16 +140,6 @@ class Family:
             return not self.differences(config)
         except ConfigError:
             return False
-
-
-def _expected(name: str, value: Any) -> str:
-    """The kind of value that the setting model.``name`` takes; empty if ``value`` is valid."""
-    kind = type_of(f"model.{name}")
-    if value is None:
-        return type_text(kind) if required(kind) is kind and name not in OPTIONAL else ""
-    if name in SIZES.split() and not (type(value) is int and value >= 1):
-        return f"{type_text(required(kind))} of at least 1"
-    return ""
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:

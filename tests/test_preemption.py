@@ -292,3 +292,13 @@ def test_the_switches_work_from_another_machine(cluster, tmp_path):
     assert len(saved) == 2 and saved[-1] == job.step()
     assert not (job.out / "stop").exists() and not (job.out / "save-now").exists()
     assert figures(job.out, "step", "loss")[-1][0] == job.step()
+
+
+@pytest.mark.parametrize("name, state, code", [("Stops", "COMPLETED", "0:0"), ("Breaks", "FAILED", "93:0")])
+def test_a_job_that_a_callback_ends_is_saved_and_not_requeued(cluster, tmp_path, name, state, code):
+    callback = f"train.callbacks=[tests.training.own_callbacks:{name}]"
+    job = Job(cluster, tmp_path / "run", 1, 2, "budget.steps=100000", "checkpoint.every=100000", callback)
+    assert cluster.wait(job.id) == state, job.log()
+    shown = cluster.show(job.id)
+    assert (shown["ExitCode"], shown["Restarts"]) == (code, "0"), job.log()
+    assert [path.name for path in (job.out / "checkpoints").glob("step-*")] == ["step-00000008"]

@@ -44,7 +44,7 @@ class SidePath:
         return True
 
 
-def cause(error: Exception, said: str = "") -> str:
+def cause(error: BaseException, said: str = "") -> str:
     """An error in one line, without the name of its file if ``said`` has it already."""
     if isinstance(error, OSError) and error.strerror:
         named = error.filename and str(error.filename) not in said

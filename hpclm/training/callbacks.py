@@ -63,8 +63,8 @@ def load(names: Sequence[str]) -> list[type[Callback]]:
 class Callbacks:
     """The callbacks of a run, on rank 0, and their requests."""
 
-    def __init__(self, names: Sequence[str], out: Path):
-        """DivergedError if a callback that is not optional cannot be made."""
+    def __init__(self, names: Sequence[str], out: Path, evaluates: bool):
+        """``evaluates``: whether the run does. DivergedError if a callback that is not optional cannot be made."""
         self.requests = set[str]()
         """Pending requests: "save", "stop", FAILED."""
         self.failure = ""
@@ -74,6 +74,8 @@ class Callbacks:
         for name, kind in zip(names, load(names), strict=True):
             with self._failures(name, "__init__", kind.optional):
                 self._callbacks.append((name, kind(out)))
+            if not evaluates and kind.after_evaluation is not Callback.after_evaluation:
+                log.warning("the run has no evaluations, so after_evaluation of %s is never called", name)
         if self.failure:
             raise DivergedError(self.failure)
 
@@ -109,7 +111,7 @@ class Callbacks:
     def _failures(self, name: str, place: str, optional: bool) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may do anything
             self._callbacks = [(other, callback) for other, callback in self._callbacks if other != name]
             text = f"train.callbacks: {name} failed in {place}: {cause(error)}"
             trace = shortened(traceback.format_exc())

@@ -121,7 +121,7 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
                 notifier.begin(attempt, data.begin.step, directory.restarted)
             log.info("run directory %s, %s", out, how_it_begins(store, data.begin.step))
             names = config.train.callbacks
-            of_user = context.keep_on_main(lambda: Callbacks(names, out)) if names else None
+            of_user = context.keep_on_main(lambda: Callbacks(names, out, bool(data.held_out))) if names else None
             with (
                 Sinks(config.log.sinks if context.is_main else [], out) as sinks,
                 open_meter(config, context, compute, data, directory.summary) as meter,

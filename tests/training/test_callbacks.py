@@ -37,6 +37,7 @@ ENDS = {
         f"{FAILED}Breaks failed in after_step at step 5: RuntimeError: no; step 6 is saved; correct",
     ),
     "MayBreak": (0, [12], 12, f"{FAILED}MayBreak failed in after_step at step 5: RuntimeError: no; training continues"),
+    "Exits": (93, [6], 6, f"{FAILED}Exits failed in after_step at step 5: SystemExit; step 6 is saved"),
     "Halts": (93, [6], 6, "ValueError: it returned 'halt'; it may return 'save', 'stop' or None"),
     "CannotBeMade": (93, [], 0, f"{FAILED}CannotBeMade failed in __init__: OSError: no room"),
     "MayNotBeMade": (0, [12], 12, f"{FAILED}MayNotBeMade failed in __init__: OSError: no room; training continues"),
@@ -54,8 +55,12 @@ def test_what_a_callback_requests_or_raises_decides_how_the_run_goes_on(name, ti
 
 
 def test_without_other_work_a_request_takes_effect_within_three_steps(tiny, tmp_path):
-    assert cli.main(["train", *tiny("run", named("Stops"), "checkpoint.every=0")]) == 0
+    assert cli.main(["train", *tiny("run", named("Stops", "StopsByLoss"), "checkpoint.every=0")]) == 0
     assert saved(tmp_path / "run")[0] in (6, 7, 8)
+    never = (
+        "the run has no evaluations, so after_evaluation of tests.training.own_callbacks:StopsByLoss is never called"
+    )
+    assert never in (tmp_path / "run" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import json
 import random
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +9,12 @@ import torch
 from hpclm import cli
 from hpclm.api.run import Run
 from hpclm.base.errors import ConfigError
-from hpclm.config import DataConfig, load
-from hpclm.data import chat_record
-from hpclm.data.chat_record import ChatRecord
+from hpclm.config import DataConfig
+from hpclm.data import tokenizer_folder
 from hpclm.data.corpus import corpus
-from hpclm.data.indexed import IndexedDataset, sidecar
-from hpclm.preprocess import run_text
+from hpclm.data.indexed import IndexedDataset
+from hpclm.interop.gguf import vocabulary
 from hpclm.preprocess.tokenizers.huggingface import TokenizerJson
-from hpclm.training import tuning
 from tests.forks import hpclm
 from tests.preprocess.chats import MARKED, PLAIN, said, tokenizer
 
@@ -136,47 +132,31 @@ def test_a_gguf_file_has_them_too(made, tmp_path):
     assert ends == ["<s>", "</s>", "<|eot_id|>"]
 
 
-def test_the_weights_of_step_0_keep_the_template_they_came_with(made, tmp_path):
-    shutil.copytree(made / "runs/other", tmp_path / "runs/mine")
-    words = [f"data.prefix={made}/data/retuned_chat", f"out={tmp_path}/runs/mine", "budget.steps=1", *STEPS]
-    hpclm("train", made / "runs/other/config.yaml", *words, check=0)
-    for checkpoint, template in (("step-00000000", "chatml"), ("step-00000001", "llama 3")):
-        convert(tmp_path / "runs/mine/checkpoints" / checkpoint, tmp_path / checkpoint)
-        assert transformers.AutoTokenizer.from_pretrained(tmp_path / checkpoint).chat_template == PLAIN[template]
-
-
 def test_a_run_that_goes_on_without_conversations_keeps_what_it_was_tuned_with(made):
     preprocess(made, "tuned", "text")
     train(made, "tuned", "continued", "text_text_document", "budget.steps=1")
-    assert chat_record.of_run(made / "runs/continued") == chat_record.of_run(made / "runs/tuned")
+    continued, tuned = (tokenizer_folder.read(made / "runs" / name / "tokenizer") for name in ("continued", "tuned"))
+    assert (continued.rendered_with, continued.ends) == (tuned.rendered_with, tuned.ends)
     preprocess(made, "continued", "again")  # without --chat-template: that of the run, not of the base
-    assert sidecar(made / "data/again_chat")[chat_record.KEY]["template"] == PLAIN["llama 3"]
-    checkpoint = sorted((made / "runs/tuned/checkpoints").glob("step-*"))[-1]
-    assert chat_record.owner(checkpoint) == made / "runs/tuned"
+    assert folder_of(made / "data/again_chat").template == PLAIN["llama 3"]
 
 
 def test_another_tuning_takes_the_place_and_stops_at_both_ends(made):
     (made / "chatml.jinja").write_text(MARKED["chatml"])
     preprocess(made, "tuned", "second", "chatml.jinja")
     train(made, "tuned", "second", "second_chat", "budget.steps=1")
-    record = chat_record.of_run(made / "runs/second")
-    assert record.template == MARKED["chatml"] and [*record.ends] == ["<|eot_id|>", "<|im_end|>"]
+    kept = tokenizer_folder.read(made / "runs/second/tokenizer")
+    assert kept.template == MARKED["chatml"]
+    assert texts_of(kept) == ["</s>", "<|eot_id|>", "<|im_end|>"]
 
 
-def test_a_resumed_run_of_an_earlier_version_takes_it_over_and_keeps_it(made, tmp_path):
-    shutil.copytree(made / "runs/tuned", tmp_path / "tuned")
-    record = chat_record.of_run(tmp_path / "tuned")
-    (tmp_path / "tuned" / chat_record.FILE).unlink()
-    assert run_text.of_run(tmp_path / "tuned", load(made / "runs/tuned/config.yaml").data, 400).ends == {1}
-    for steps in (41, 42):
-        words = [made / "runs/tuned/config.yaml", f"out={tmp_path}/tuned", f"budget.steps={steps}"]
-        hpclm("train", *words, cwd=made, check=0)
-        assert chat_record.of_run(tmp_path / "tuned") == record
-    config = load(made / "runs/tuned/config.yaml", [f"out={tmp_path}/tuned", "checkpoint.init_from=null"])
-    tuning.keep_chat(config, None, step=42)
-    assert chat_record.of_run(tmp_path / "tuned") == record
-    tuning.keep_chat(config, None, step=0)  # begun again, with other data
-    assert chat_record.of_run(tmp_path / "tuned") is None
+def folder_of(prefix):
+    return tokenizer_folder.read(tokenizer_folder.beside(prefix))
+
+
+def texts_of(folder):
+    """The tokens that end a text."""
+    return [folder.build().model.id_to_token(id) for id in folder.ends]
 
 
 def dataset(folder, name, template, bos="<s>"):
@@ -221,41 +201,25 @@ def test_the_command_line_refuses_them_with_64_and_other_special_tokens_too(tmp_
         "model.vocab_size=400",
     ]
     refused = hpclm(*words, "model.context=96", f"out={tmp_path}/out", check=64).stderr
-    assert "bos_token was '<s>' and '</s>'" in refused and not (tmp_path / "out").exists()
+    assert "different chat templates or special tokens" in refused and not (tmp_path / "out").exists()
 
 
-SAME = {
-    "the same file": PLAIN["chatml"],
-    "a new line at the end": PLAIN["chatml"] + "\n",
-    "with marks": MARKED["chatml"],
-    "other line ends": PLAIN["chatml"].replace("{% endfor %}", "\r\n{% endfor %}"),
-}
-
-
-def test_what_writes_the_same_text_is_the_same_template_and_pretraining_data_go_with_it(tmp_path):
-    first = dataset(tmp_path, "first", SAME["other line ends"].replace("\r", ""))
-    dataset(tmp_path, "crlf", SAME["other line ends"])
-    assert corpus(parts("blend", first, f"{tmp_path}/crlf_chat"), 96, 1, 400).chat.ends == {"<|im_end|>": 3}
-    plain = [dataset(tmp_path, f"{i}", SAME[name]) for i, name in enumerate(SAME) if name != "other line ends"]
-    made = corpus(DataConfig(blend=plain, split="1", order="packed"), 96, 1, 400)
-    assert made.chat.template == PLAIN["chatml"]
+def test_pretraining_data_go_with_conversations(tmp_path):
+    chats = dataset(tmp_path, "first", PLAIN["chatml"])
     (tmp_path / "text").write_text("hello there\n" * 40)
-    words = ["--tokenizer", "json", "--tokenizer-files", tmp_path / "0/tokenizer.json", "--input", tmp_path / "text"]
+    words = [
+        "--tokenizer",
+        "json",
+        "--tokenizer-files",
+        tmp_path / "first/tokenizer.json",
+        "--input",
+        tmp_path / "text",
+    ]
     assert cli.main(["preprocess", *map(str, words), "--output-prefix", str(tmp_path / "plain")]) == 0
-    both = [f"{tmp_path}/plain_text_document", plain[0]]
-    assert corpus(DataConfig(blend=both, split="1", order="packed"), 96, 1, 400).chat.ends == {"<|im_end|>": 3}
-
-
-def test_a_dataset_without_a_record_of_its_template_is_read_and_a_corrupt_record_is_refused(tmp_path):
-    prefix = dataset(tmp_path, "old", PLAIN["chatml"])
-    note = sidecar(prefix)
-    del note[chat_record.KEY]
-    Path(f"{prefix}.json").write_text(json.dumps(note))
-    settings = DataConfig(prefix=prefix, split="1", order="packed")
-    assert corpus(settings, 96, 1, 400).chat is None
-    Path(f"{prefix}.json").write_text(json.dumps(note | {"chat": {"template": 3}}))
-    with pytest.raises(ConfigError, match=r"old_chat\.json: its record of the chat template is corrupt"):
-        corpus(settings, 96, 1, 400)
+    both = [f"{tmp_path}/plain_text_document", chats]
+    corpus(DataConfig(blend=both, split="1", order="packed"), 96, 1, 400)
+    shared = tokenizer_folder.of_datasets(both, None)
+    assert shared.template == PLAIN["chatml"] and texts_of(shared) == ["</s>", "<|im_end|>"]
 
 
 @pytest.mark.parametrize("style", MARKED)
@@ -263,14 +227,14 @@ def test_a_dataset_without_a_record_of_its_template_is_read_and_a_corrupt_record
 def test_the_end_of_a_turn_is_found_from_what_was_rendered(templates, style, tmp_path):
     prefix = dataset(tmp_path, "x", templates[style])
     known = TokenizerJson([str(tmp_path / "x/tokenizer.json")])
-    record = chat_record.of_dataset(prefix)
-    assert record.template == templates[style] and record.tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert record.ends == {ENDS[style]: known.model.token_to_id(ENDS[style])}
-    assert chat_record.KEY not in sidecar(f"{prefix}_loss")
+    folder = folder_of(prefix)
+    assert folder.template == templates[style] and folder.tokens["eos_token"] == "</s>"
+    assert folder.ends == list(dict.fromkeys([known.eod, known.model.token_to_id(ENDS[style])]))
+    assert not tokenizer_folder.beside(f"{prefix}_loss").exists()
 
 
 def test_parts_record_what_one_process_records(tmp_path):
-    whole = chat_record.of_dataset(dataset(tmp_path, "x", PLAIN["llama 3"]))
+    whole = folder_of(dataset(tmp_path, "x", PLAIN["llama 3"]))
     words = [
         "--tokenizer",
         "json",
@@ -282,7 +246,8 @@ def test_parts_record_what_one_process_records(tmp_path):
     words += ["--chat-template", tmp_path / "x/t.jinja", "--context", 96, "--output-prefix", tmp_path / "y"]
     for part in ("1/2", "0/2"):
         assert cli.main(["preprocess", *map(str, words), "--part", part]) == 0
-    assert chat_record.of_dataset(tmp_path / "y_chat") == whole
+    there = folder_of(tmp_path / "y_chat")
+    assert (there.rendered_with, there.generation) == (whole.rendered_with, whole.generation)
 
 
 def test_a_template_whose_turns_end_in_plain_text_is_kept_with_a_warning(made, capsys):
@@ -291,7 +256,6 @@ def test_a_template_whose_turns_end_in_plain_text_is_kept_with_a_warning(made, c
     assert "no end of a turn is learned" in capsys.readouterr().err
     warned = train(made, "base", "speakers", "speakers_chat", "budget.steps=1").stderr
     assert "generation cannot stop there. Use --stop TEXT" in warned
-    assert chat_record.of_run(made / "runs/speakers").ends == {}
     convert(made / "runs/speakers", made / "hf-speakers")
     assert transformers.AutoTokenizer.from_pretrained(made / "hf-speakers").chat_template == SPEAKERS
     assert transformers.GenerationConfig.from_pretrained(made / "hf-speakers").eos_token_id == 1
@@ -315,10 +279,8 @@ def test_a_tokenizer_of_its_own_writes_the_same_ends_in_training_and_in_an_expor
         "t.json",
     ]
     hpclm("preprocess", *words, "--context", "96", "--output-prefix", "x", cwd=tmp_path, check=0)
-    record = chat_record.of_dataset(tmp_path / "x_chat")
-    assert record.ends == {"<|endoftext|>": 0} and record.named == dict.fromkeys(
-        ["bos_token", "eos_token"], "<|endoftext|>"
-    )
+    folder = folder_of(tmp_path / "x_chat")
+    assert folder.ends == [0] and folder.rendered_with[1] == dict.fromkeys(["bos_token", "eos_token"], "<|endoftext|>")
     words = ["data.prefix=x_chat", "data.source=indexed", "model.vocab_size=290", "model.context=96", "budget.steps=1"]
     hpclm("train", "debug", *words, *STEPS, "out=run", cwd=tmp_path, check=0)
     convert(tmp_path / "run", tmp_path / "hf")
@@ -335,7 +297,7 @@ def test_special_tokens_that_only_a_template_names_pass_through_a_run(tmp_path):
     convert(tmp_path / "hf", tmp_path / "runs/base")
     write_chats(tmp_path)
     preprocess(tmp_path, "base", "x")
-    assert chat_record.of_dataset(tmp_path / "data/x_chat").ends == {"<|eot_id|>": 6}
+    assert texts_of(folder_of(tmp_path / "data/x_chat")) == ["</s>", "<|eot_id|>"]
     train(tmp_path, "base", "tuned", "x_chat", "budget.steps=1")
     convert(tmp_path / "runs/tuned", tmp_path / "back")
     before, back = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("hf", "back"))
@@ -370,20 +332,9 @@ def test_a_template_without_marks_writes_what_it_wrote_with_them():
         space = [draw.choice(["", " ", "\n", "\n  ", " \n\n"]) for _ in range(4)]
         marked = f"a{space[0]}{begin}{space[1]}{{{{ x }}}}{space[2]}{end}{space[3]}b"
         written = Environment(extensions=[Marks], **options).from_string(marked).render(x="answer")
-        assert Environment(**options).from_string(chat_record.without_marks(marked)).render(x="answer") == written, (
-            marked
-        )
-
-
-def test_records_that_are_not_whole_are_refused_by_name(tmp_path):
-    record = ChatRecord("{{ bos_token }}", {"bos_token": "<s>", "eos_token": "</s>"}, {"</s>": 1})
-    assert record.named == {"bos_token": "<s>"} and chat_record.of_run(tmp_path) is None
-    chat_record.keep(tmp_path, record)
-    assert chat_record.of_run(tmp_path) == record
-    for wrong in ([], {}, record.note() | {"ends": {"</s>": "1"}}, record.note() | {"tokens": ["<s>"]}):
-        (tmp_path / chat_record.FILE).write_text(json.dumps(wrong))
-        with pytest.raises(ConfigError, match=r"chat\.json"):
-            chat_record.of_run(tmp_path)
+        assert (
+            Environment(**options).from_string(vocabulary.MARK.sub(r"{#\1 \2#}", marked)).render(x="answer") == written
+        ), marked
 
 
 @pytest.mark.parametrize("extends", [True, False], ids=["with added tokens", "with other tokens"])

@@ -37,6 +37,11 @@ def names(folder: Path) -> list[str]:
         raise HpclmError(f"{folder} cannot be read now: {error.strerror}; check the disk, then start again") from error
 
 
+def run_of(path: Path) -> Path:
+    """The run directory of ``path``, which is a run directory or one of its checkpoints."""
+    return path.absolute().parents[1] if (path / manifests.NAME).is_file() else path
+
+
 def steps(folder: Path) -> list[Path]:
     """The checkpoints, oldest first. All were complete when saved; none is verified here."""
     checkpoints = [folder / name for name in names(folder) if re.fullmatch(r"step-[0-9]+", name)]

@@ -11,8 +11,7 @@ from hpclm.base.files import typed
 from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named_mixtures
 from hpclm.config.section import no_effect
-from hpclm.data import chat_record, loss_mask, tokenizers
-from hpclm.data.chat_record import ChatRecord
+from hpclm.data import loss_mask, tokenizer_folder, tokenizers
 from hpclm.data.content import DIGEST, check_some, noted
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
@@ -48,8 +47,6 @@ class Corpus:
             for dataset in self._datasets.values():
                 dataset.once("vocabulary", partial(check_tokens, dataset, vocab_size))
         self.eod: int | None = tokenizer.get("eod")
-        chat = facts.find("chat", lambda: shared_chat(list(self._datasets)))
-        self.chat = ChatRecord(**chat) if chat else None
         if settings.break_mode and self.eod is None:
             raise ConfigError(
                 "data.break_mode needs the end-of-line token, which the dataset does not name; set data.tokenizer and "
@@ -235,15 +232,10 @@ def corpus(data: DataConfig, context: int, seed: int, vocab_size: int, facts: Sh
     return Corpus(data, context, seed, vocab_size, facts or SharedFacts())
 
 
-def shared_chat(prefixes: list[str]) -> dict[str, Any]:
-    """The chat settings shared by all datasets, as JSON; {} without conversations. ConfigError if they differ."""
-    record = chat_record.shared(prefixes)
-    return {} if record is None else record.note()
-
-
 def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int) -> dict[str, Any]:
-    """Fingerprint of the tokenizer of settings and datasets; {} if unknown. ConfigError if they differ, or if the model's vocabulary is
-    smaller."""
+    """Fingerprint of the tokenizer of settings and datasets; {} if unknown. ConfigError if they or the chat templates of the datasets
+    differ, or if the model's vocabulary is smaller."""
+    tokenizer_folder.of_datasets(prefixes, settings.tokenizer)
     fingerprints: list[tuple[str, dict[str, Any]]] = []
     if settings.tokenizer is not None:
         tokenizer = tokenizers.build_tokenizer(settings.tokenizer, settings.tokenizer_files, settings.eod)

@@ -59,7 +59,6 @@ def _is_note(note: Any) -> bool:
     if not isinstance(note, dict):
         return False
     tokenizer = note.get("tokenizer")
-    paths = note.get("tokenizer_files", [])
     if tokenizer is None:  # made by another project, and hashed by hpclm
         return isinstance(note.get("content"), dict)
     return (
@@ -68,8 +67,7 @@ def _is_note(note: Any) -> bool:
         and type(tokenizer.get("size")) is int
         and type(tokenizer.get("eod")) in (int, type(None))
         and isinstance(tokenizer.get("files"), dict)
-        and isinstance(paths, list)
-        and all(isinstance(text, str) for text in (*tokenizer["files"].values(), *paths))
+        and all(isinstance(text, str) for text in tokenizer["files"].values())
     )
 
 

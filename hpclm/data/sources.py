@@ -12,7 +12,6 @@ from hpclm.base.errors import ConfigError
 from hpclm.base.registry import function_check, lookup
 from hpclm.config import DataConfig, ModelConfig
 from hpclm.config.data import SOURCES
-from hpclm.data.chat_record import ChatRecord
 from hpclm.data.scan import SharedFacts
 
 CHECK = function_check("data", "context", "seed", "vocab_size")
@@ -92,12 +91,6 @@ def without_effect(source: Source) -> list[str]:
     """The settings without effect on these data, a sentence for each reason; reads a small part of the data."""
     reasons: list[str] = getattr(source, "without_effect", list)()
     return reasons
-
-
-def chat(source: Source) -> ChatRecord | None:
-    """The chat settings of the data; None without conversations, or if unrecorded."""
-    record: ChatRecord | None = getattr(source, "chat", None)
-    return record
 
 
 def bits_per_byte(source: Source, split: str) -> float | None:

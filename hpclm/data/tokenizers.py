@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from hpclm.base.errors import ConfigError
 from hpclm.base.files import read_bytes
 from hpclm.base.registry import class_check, lookup
-from hpclm.config.data import TOKENIZERS, DataConfig
-from hpclm.data.indexed import sidecar
+from hpclm.config.data import TOKENIZERS
 
 END = "<|endoftext|>"
 PROBE = "The quick brown fox jumps over the lazy dog; so it goes, and then it comes back again. " * 4
@@ -155,73 +154,3 @@ def end(tokenizer: Tokenizer) -> int:
             "(--eod in preprocessing) to one of its entries"
         )
     return tokenizer.eod
-
-
-def of_run(data: DataConfig) -> Tokenizer:
-    """The tokenizer of a run, from its settings or from its dataset."""
-    return build_of_run(data)[0]
-
-
-def build_of_run(data: DataConfig) -> tuple[Tokenizer, str, list[str], str | None]:
-    """The tokenizer of a run, and the arguments of ``build_tokenizer``."""
-    kind, paths, eod, prefix, note = _named(data)
-    tokenizer = build_tokenizer(kind, paths, eod)
-    differences = mismatch(note, tokenizer.fingerprint) if prefix else None
-    if differences:
-        raise ConfigError(
-            f"the tokenizer of dataset {prefix} has changed: {differences}; restore {', '.join(paths) or 'it'}, "
-            "or set data.tokenizer"
-        )
-    return tokenizer, kind, paths, eod
-
-
-def files_of_run(data: DataConfig) -> list[str]:
-    """The files of a run's tokenizer, from its settings or the note beside a dataset."""
-    if data.tokenizer is not None:
-        return data.tokenizer_files
-    notes = (sidecar(prefix) for prefix in data.prefixes())
-    return next((list(note["tokenizer_files"]) for note in notes if "tokenizer_files" in note), [])
-
-
-def check_of_run(data: DataConfig) -> None:
-    """ConfigError, as in ``of_run``, if a run names no tokenizer, or if the tokenizer's files are missing. Builds none otherwise."""
-    kind, paths, eod, *_ = _named(data)
-    if not all(Path(path).exists() for path in paths):
-        build_tokenizer(kind, paths, eod)
-
-
-def _named(data: DataConfig) -> tuple[str, list[str], str | None, str, dict[str, Any]]:
-    """The arguments of ``build_tokenizer`` for a run. If the settings do not give them, also the prefix of the dataset that does, and the
-    fingerprint recorded there."""
-    if data.tokenizer is not None:
-        return data.tokenizer, data.tokenizer_files, data.eod, "", {}
-    notes = ((prefix, sidecar(prefix)) for prefix in data.prefixes())
-    prefix, note = next(((prefix, note) for prefix, note in notes if "tokenizer" in note), ("", {}))
-    if not note:
-        if data.source == "synthetic":
-            raise ConfigError(
-                "the run trained on synthetic data (data.source), so it has no tokenizer, and reads and writes no text"
-            )
-        raise ConfigError(
-            "neither the run nor its dataset names a tokenizer; set data.tokenizer and data.tokenizer_files"
-        )
-    kind = note["tokenizer"]["kind"]
-    paths = note.get("tokenizer_files")
-    if kind not in TOKENIZERS:  # a dataset must not decide which code is run
-        raise ConfigError(
-            f"{prefix}.json names the user-defined tokenizer {kind!r}; if you trust it, set data.tokenizer={kind} and "
-            "data.tokenizer_files"
-        )
-    if not isinstance(paths, list):
-        raise ConfigError(f"{prefix}.json names no tokenizer_files; set data.tokenizer")
-    return kind, paths, _recorded_end(note["tokenizer"]), prefix, note["tokenizer"]
-
-
-def _recorded_end(fingerprint: dict[str, Any]) -> str | None:
-    """The text of the end-of-document token that a fingerprint records, if it was chosen."""
-    options = fingerprint.get("options", {})
-    if not isinstance(options, dict) or options.keys() - {"eod"} or not isinstance(options.get("eod", ""), str):
-        raise ConfigError(
-            f"the dataset's tokenizer has options {options!r}; this version of hpclm supports only 'eod'; preprocess again"
-        )
-    return options.get("eod")

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from hpclm.checkpoint import directory
-from hpclm.data import tokenizers
 from hpclm.inference import run_model, run_settings
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Limits, Sampling
-from hpclm.preprocess import run_text, special_tokens
+from hpclm.preprocess import run_text
 
 log = logging.getLogger(__name__)
 SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it
@@ -37,8 +36,7 @@ class Completer:
     def __init__(self, run: Path, overrides: list[str], checkpoint: Path | None = None):
         config = run_settings.inference_settings(run, overrides)
         self.text = run_text.of_run(run, config.data, config.model.vocab_size)
-        _, generation = special_tokens.chat_of_run(run, tokenizers.files_of_run(config.data))
-        ignored = run_text.without_effect(generation)
+        ignored = run_text.without_effect(self.text.folder.generation)
         if ignored:
             log.warning("the model's own generation settings are not applied: %s", ", ".join(ignored))
         compute = run_model.place(config)

@@ -164,7 +164,7 @@ def on_documents(
     ``max_tokens``: tokens after which to stop. ``format``: format of the text, "text" or "jsonl". ConfigError if the loss is not finite.
     """
     from hpclm.base.errors import ConfigError
-    from hpclm.data import indexed, loss_mask, tokenizers
+    from hpclm.data import indexed, loss_mask, tokenizer_folder
     from hpclm.inference import run_settings
 
     content = "" if text is None else texts.text_of(text)
@@ -174,7 +174,8 @@ def on_documents(
         data = replace(data, source="indexed", prefix=prefix, blend=[], train=[], valid=[], test=[], validation=[])
     tokenizer = None
     try:
-        tokenizer = tokenizers.of_run(data)
+        folder = tokenizer_folder.of_run(run, data) if text is not None else tokenizer_folder.of_data(data)
+        tokenizer = folder.build()
     except ConfigError:
         if text is not None:
             raise
@@ -193,7 +194,7 @@ def on_documents(
     of_run = None
     if tokenizer is not None:
         fingerprint = tokenizer.fingerprint
-        of_run = run_text.of_run(run, data, config.model.vocab_size, tokenizer)
+        of_run = run_text.of_folder(folder, config.model.vocab_size, tokenizer)
         begin = of_run.begin
     source: Figures = {"source": text or prefix or ""}
     if text is not None and of_run is not None:

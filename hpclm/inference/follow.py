@@ -4,19 +4,19 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from hpclm.base import files
 from hpclm.base.errors import ExitCode, HpclmError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
-from hpclm.data import chat_record
+from hpclm.data import tokenizer_folder
 from hpclm.inference import run_model
 from hpclm.inference.harness import Tasks
 from hpclm.node.job import OwnJob
 from hpclm.node.preemption import WARNINGS, Preemption
 from hpclm.preprocess import run_text
+from hpclm.preprocess.run_text import RunText
 from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.state import StateOf
@@ -85,6 +85,11 @@ class Follower:
             log.info("hpclm sync %s sends the last scores to the run's sinks", files.typed(self.out))
         return ExitCode.DONE
 
+    def _text(self) -> RunText:
+        """The run's text; the folder of its tokenizer is written when the run begins, perhaps after this process."""
+        folder = tokenizer_folder.of_run(self.out, self.config.data)
+        return run_text.of_folder(folder, self.config.model.vocab_size, self.text.tokenizer)
+
     def _score(self, folder: Path, name: str, interrupted: Callable[[], bool]) -> bool:
         def check_interrupt() -> None:
             if interrupted():
@@ -101,10 +106,9 @@ class Follower:
             log.warning("%s is not scored: %s", folder.name, error)
             return False
         try:
-            text = replace(
-                self.text, chat=chat_record.of_run(self.out)
-            )  # a run stores it when it begins, perhaps after this process
-            tasks, _ = self.tasks.score(model.to(self.compute.dtype), text, self.batch, check_interrupt, errors=False)
+            tasks, _ = self.tasks.score(
+                model.to(self.compute.dtype), self._text(), self.batch, check_interrupt, errors=False
+            )
         except (HpclmError, FollowInterrupted):
             raise
         except Exception as error:  # a task's own code may fail in any way

@@ -9,12 +9,13 @@ from hpclm.base.errors import ConfigError, NoCheckpointError
 from hpclm.checkpoint import directory, manifest
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig
 from hpclm.config.optimizers import OPTIMIZERS, row
-from hpclm.data import tokenizers
+from hpclm.data import tokenizer_folder
 from hpclm.rundir import config_history
 
 
 def inference_settings(run: Path, overrides: list[str]) -> RunConfig:
     """The settings of the run in ``run``, with key=value overrides, for a single process."""
+    tokenizer_folder.refuse_second(run, overrides)
     config = for_inference(configs.of_run(run, overrides))
     size = config.batch.micro_size or config_history.micro_size(run) or 1  # no result depends on it
     return replace(config, batch=replace(config.batch, micro_size=size))
@@ -57,5 +58,5 @@ def checked_settings(run: Path, overrides: list[str], reads_text: bool) -> RunCo
     config = inference_settings(run, overrides)
     check_saved(run)
     if reads_text:
-        tokenizers.check_of_run(config.data)
+        tokenizer_folder.of_run(run, config.data)
     return config

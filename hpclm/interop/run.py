@@ -1,5 +1,6 @@
 """Read weights from the checkpoint of a run, and write imported weights as a new run."""
 
+import logging
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +16,18 @@ from hpclm import config as configs
 from hpclm.base import files
 from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.progress import Bar
-from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory, manifest
+from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.config import DataConfig, ModelConfig, RunConfig, reading
 from hpclm.config.fields import as_yaml
 from hpclm.config.settings import UnplacedWord
-from hpclm.data import chat_record
-from hpclm.data.chat_record import ChatRecord
+from hpclm.data import tokenizer_folder
 from hpclm.engine import Shard, StateSource
 from hpclm.interop.rules import ConversionRule, check_depth, check_names, first_few, placements
+from hpclm.preprocess import run_text
+from hpclm.preprocess.run_text import RunText
+
+log = logging.getLogger(__name__)
 
 
 class TensorSource(Protocol):
@@ -71,10 +75,16 @@ class RunCheckpoint:
         """The step of the checkpoint."""
         return int(self.manifest.progress["step"])
 
-    @property
-    def chat(self) -> ChatRecord | None:
-        """The chat settings of the tuning; None at step 0, because the weights are still the imported ones."""
-        return chat_record.of_run(self.run) if self.step else None
+    def text(self) -> RunText | None:
+        """The text of the run; None, with a warning, if its tokenizer is unknown or its files are missing."""
+        data = self.config.data
+        if data.source != "indexed" and data.tokenizer is None and not (self.run / "tokenizer").is_dir():
+            return None
+        try:
+            return run_text.of_run(self.run, data, self.config.model.vocab_size)
+        except ConfigError as error:
+            log.warning("exported without a tokenizer: %s", error)
+            return None
 
 
 def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
@@ -82,7 +92,8 @@ def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
 
     ConfigError if it is not part of a run, NoCheckpointError if there is no good checkpoint.
     """
-    run = path.absolute().parent.parent if (path / manifest.NAME).is_file() else path
+    run = directory.run_of(path)
+    tokenizer_folder.refuse_second(run, overrides)
     config = configs.of_run(run, overrides)
     folder, saved_manifest = directory.locate(path)
     return RunCheckpoint(run, folder, saved_manifest, config)

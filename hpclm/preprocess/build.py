@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Sequence, Set
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from hpclm.base import extras, terminal
 from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.files import read_text, readable, write_text
 from hpclm.base.terminal import many, say
-from hpclm.data import chat_record, loss_mask, tokenizers
+from hpclm.data import loss_mask, tokenizer_folder, tokenizers
 from hpclm.data.indexed import COUNTS, files
+from hpclm.preprocess import tokenizer_writer
 from hpclm.preprocess.counts import Counts
 from hpclm.preprocess.encode import (
     END_OF_DOCUMENT,
@@ -36,7 +37,6 @@ from hpclm.preprocess.encode import (
 from hpclm.preprocess.inputs import Share, chunks
 from hpclm.preprocess.kinds import Format
 from hpclm.preprocess.options import Dictionary, InputCorpus, PreprocessRequest
-from hpclm.preprocess.run_text import token_id
 from hpclm.preprocess.tokenizers.fairseq import dictionary_of
 from hpclm.preprocess.workers import ordered
 from hpclm.preprocess.writer import Writer
@@ -93,7 +93,6 @@ class DatasetOutput(Writer):
         """Complete the files, with ``more`` in PREFIX.json; after this only renaming remains (see ``Writer.finish``)."""
         self.note = {
             "tokenizer": tokenizer_of(self._job).fingerprint,
-            "tokenizer_files": [str(Path(file).absolute()) for file in self._job.files],
             "documents": self.documents,
             "tokens": self.tokens,
             COUNTS: self.counts.note(),
@@ -262,13 +261,23 @@ def write(
 
 
 def complete(outputs: Sequence[DatasetOutput], job: EncodeJob, more: dict[str, Any]) -> None:
-    """Complete all datasets of ``job``. The dataset of conversations records the hash of its loss mask, and its chat template."""
+    """Complete all datasets of ``job``. The dataset of conversations records the hash of its loss mask. Each dataset of text gets the folder
+    of its tokenizer, unless it is a part, which has ``more``."""
+    is_part = bool(more)
+    tokenizer = tokenizer_of(job)
+    folder = tokenizer_writer.with_ends(tokenizer_folder.of_files(job.tokenizer, list(job.files), job.eod), tokenizer)
+    if job.chat:
+        ends = sorted(outputs[0].counts.ends)
+        folder = tokenizer_writer.tuned(folder, tokenizer, job.chat.template, dict(job.chat.tokens), ends)
+    else:
+        folder = replace(folder, template=None)
     for output in reversed(outputs):
+        is_mask = job.chat and output is not outputs[0]
+        if not (is_part or is_mask):
+            output.write_beside = partial(tokenizer_writer.write, folder=folder, tokenizer=tokenizer)
         output.complete(more)
-        if job.chat and output.content:
-            ids = ((text, token_id(tokenizer_of(job), text)) for text in sorted(outputs[0].counts.ends))
-            record = job.chat.record({text: id for text, id in ids if id is not None})
-            more = {**more, loss_mask.KEY: output.content.bin, chat_record.KEY: record.note()}
+        if is_mask and output.content:
+            more = {**more, loss_mask.KEY: output.content.bin}
 
 
 def job_fingerprint(corpus: InputCorpus, request: PreprocessRequest) -> dict[str, Any]:

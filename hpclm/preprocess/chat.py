@@ -6,7 +6,7 @@ if the generation prompt, or the text so far, changes with later messages.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from hpclm.base.errors import ConfigError
 from hpclm.base.files import read_text, readable
 from hpclm.config.reading import json_object
-from hpclm.data.chat_record import ChatRecord, names
+from hpclm.data.tokenizer_folder import CONFIG, TEMPLATE, is_text, names, template_in
 from hpclm.preprocess.lines import UnreadableLineError, read_object, text_of
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
@@ -30,10 +30,8 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of message parts that are text."""
 CONVERT = "`hpclm docs finetune` has a line of Python for it"
-TEMPLATE = "chat_template.jinja"
-SETTINGS = "tokenizer_config.json"
-NAMED = ("special_tokens_map.json", SETTINGS, "special_tokens.json")
-"""Files with special tokens in a tokenizer's folder: the first two are written by transformers, the last by hpclm."""
+NAMED = ("special_tokens_map.json", CONFIG)
+"""Files with special tokens in a tokenizer's folder."""
 
 Message = dict[str, str]
 Span = tuple[int, int]
@@ -50,59 +48,28 @@ class Chat:
     too_long: Literal["cut", "drop"] = "cut"
     """Handling of conversations of more than context + 1 tokens."""
 
-    def record(self, ends: Mapping[str, int]) -> ChatRecord:
-        """The chat settings to record with a dataset. ``ends``: the tokens that end an answer, with their ids."""
-        return ChatRecord(self.template, dict(self.tokens), ends)
 
-
-def template_in(folder: Path) -> str | None:
-    """The chat template in a tokenizer's folder, or None."""
-    if (folder / TEMPLATE).is_file():
-        return _read(folder / TEMPLATE)
-    if not (folder / SETTINGS).is_file():
-        return None
-    given = json_object(folder / SETTINGS).get("chat_template")
-    if isinstance(given, list):  # several templates, by name
-        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_text(path)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"chat template {path} is not UTF-8: {error}") from None
-
-
-def chat_of(
-    tokenizer_file: str,
-    template: str | None,
-    context: int,
-    too_long: Literal["cut", "drop"],
-    tuned: ChatRecord | None = None,
-) -> Chat:
-    """The chat settings of a tokenizer.json. The template comes from the file ``template``, a ``tuned`` run, or the tokenizer's folder;
-    ConfigError without one."""
+def chat_of(tokenizer_file: str, template: str | None, context: int, too_long: Literal["cut", "drop"]) -> Chat:
+    """The chat settings of a tokenizer.json. The template comes from the file ``template``, else from the tokenizer's folder; ConfigError
+    without one."""
     folder = Path(tokenizer_file).parent
     text: str | None
     if template is not None:
-        text = _read(readable(template, "chat template"))
-    elif tuned:
-        text = tuned.template
+        try:
+            text = read_text(readable(template, "chat template"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"chat template {template} is not UTF-8: {error}") from None
     else:
         text = template_in(folder)
     if text is None:
-        raise ConfigError(f"{folder} has no {TEMPLATE}, nor a chat_template in {SETTINGS}; give --chat-template FILE")
+        raise ConfigError(f"{folder} has no {TEMPLATE}, nor a chat_template in {CONFIG}; give --chat-template FILE")
     tokens: dict[str, str] = {}
     for path in (folder / name for name in NAMED if (folder / name).is_file()):
         for name, token in json_object(path).items():
             if isinstance(token, dict):  # an AddedToken with its options
                 token = token.get("content")
-            if name.endswith("_token") and isinstance(token, str):
+            if is_text(name) and isinstance(token, str):
                 tokens[name] = token
-    if tuned:
-        tokens |= tuned.tokens
     return Chat(text, tuple(sorted(tokens.items())), context, too_long)
 
 

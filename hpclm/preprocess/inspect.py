@@ -12,9 +12,10 @@ from hpclm.base.errors import ConfigError
 from hpclm.base.files import typed
 from hpclm.base.terminal import many
 from hpclm.config.data import DataConfig
-from hpclm.data import chat_record, tokenizers
+from hpclm.data import loss_mask, tokenizer_folder, tokenizers
 from hpclm.data.content import noted
 from hpclm.data.indexed import IndexedDataset, sidecar
+from hpclm.preprocess import counts
 from hpclm.preprocess.verify import check_index
 
 SHOWN = 300  # characters shown of a document
@@ -33,9 +34,13 @@ def report(
     """
     check_index(dataset)
     tokenizer, missing = _tokenizer(dataset.prefix, kind, files or [])
-    named = sidecar(dataset.prefix).get("tokenizer")
+    note = sidecar(dataset.prefix)
+    named = note.get("tokenizer")
+    chat = None
+    if loss_mask.KEY in note:
+        template = tokenizer_folder.read(tokenizer_folder.beside(dataset.prefix)).template
+        chat = {"template": template, "ends": counts.noted(note).ends}
     content = noted(dataset.prefix)
-    chat = chat_record.of_dataset(dataset.prefix)
     lengths = counted(document_lengths(dataset))
     return {
         "prefix": str(dataset.prefix),
@@ -51,7 +56,7 @@ def report(
         "sequence_lengths": summary(counted(_sequence_lengths(dataset))),
         "tokenizer": tokenizer.fingerprint if tokenizer else named,
         "tokenizer_missing": missing,
-        "chat": chat and chat.note(),
+        "chat": chat,
         "content": content and content.bin,
         "first": [_document(dataset, k, tokenizer) for k in range(min(documents, dataset.document_count))],
     }
@@ -128,7 +133,9 @@ def summary(lengths: Counter[int]) -> dict[str, float]:
 
 def _tokenizer(prefix: Path, kind: str | None, files: list[str]) -> tuple[tokenizers.Tokenizer | None, str | None]:
     try:
-        return tokenizers.of_run(DataConfig(prefix=str(prefix), tokenizer=kind, tokenizer_files=files)), None
+        if kind is not None:
+            return tokenizers.build_tokenizer(kind, files), None
+        return tokenizer_folder.of_data(DataConfig(prefix=str(prefix))).build(), None
     except ConfigError as error:
         if kind is not None:
             raise

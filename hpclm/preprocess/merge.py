@@ -1,7 +1,9 @@
 """Merge datasets into one, or convert one to another layout or type."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.folders import writable_folder
-from hpclm.data import loss_mask, tokenizers
+from hpclm.data import loss_mask, tokenizer_folder, tokenizers
 from hpclm.data.content import KEY, noted
 from hpclm.data.formats import DTYPES, FAIRSEQ_ONLY
 from hpclm.data.indexed import COUNTS, IndexedDataset, files, sidecar
@@ -74,6 +76,9 @@ def merge(
                 copy(IndexedDataset(prefix), writer, bar.update)
             if note is not None:
                 writer.note = note | {"documents": writer.documents, "tokens": writer.tokens}
+                folder = tokenizer_folder.beside(prefixes[0])
+                if folder.is_dir():
+                    writer.write_beside = partial(copytree, folder)
     except OSError as error:
         raise unwritten(error, out, "no dataset was written") from error
     return IndexedDataset(out)

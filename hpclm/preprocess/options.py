@@ -8,14 +8,14 @@ from typing import Literal
 
 from hpclm import config
 from hpclm.base.errors import ConfigError
-from hpclm.data import chat_record, tokenizers
+from hpclm.data import tokenizer_folder, tokenizers
 from hpclm.data.loss_mask import prefix_of
 from hpclm.distributed import bootstrap
 from hpclm.preprocess.chat import READ, Chat, chat_of, with_end
 from hpclm.preprocess.encode import EncodeJob
 from hpclm.preprocess.inputs import MAX_LINE_MB, MB, Input, Share, find, refuse_repeated
 from hpclm.preprocess.kinds import Format, PlainFormat
-from hpclm.preprocess.run_text import token_text
+from hpclm.preprocess.tokenizer_writer import token_text
 
 # the languages of Megatron's --lang, by NLTK's names
 LANGUAGES = dict(
@@ -135,7 +135,7 @@ def request(options: PreprocessOptions, model: str | None) -> PreprocessRequest:
     if options.split_sentences:
         job = replace(job, language=LANGUAGES.get(language, language))
     if options.chat:
-        job = replace(job, chat=_chat(options, model))
+        job = replace(job, chat=_chat(options))
     if dictionary:
         job = replace(job, tokenizer="fairseq", files=(str(dictionary.path),), layout="fairseq")
     return PreprocessRequest(
@@ -162,21 +162,25 @@ def with_tokenizer_of(model: str, options: PreprocessOptions) -> PreprocessOptio
         )
     run = config.of_run(Path(model), [])
     try:
-        _, tokenizer, files, end = tokenizers.build_of_run(run.data)
+        folder = tokenizer_folder.of_run(Path(model), run.data)
+        folder.build()
     except ConfigError as error:
         raise ConfigError(f"--tokenizer {model}: {error}") from None
     context = options.context
     if options.chat and not context:
         context = run.model.context
-    return replace(options, tokenizer=tokenizer, tokenizer_files=files, eod=options.eod or end, context=context)
-
-
-def _chat(options: PreprocessOptions, model: str | None) -> Chat:
-    """The chat settings. ``model``: the run that supplies the tokenizer."""
-    tuned = chat_record.of_run(Path(model)) if model else None
-    chat = chat_of(
-        options.tokenizer_files[0], options.chat_template, options.context or 0, options.too_long or "cut", tuned
+    return replace(
+        options,
+        tokenizer=folder.kind,
+        tokenizer_files=list(folder.files),
+        eod=options.eod or folder.eod,
+        context=context,
     )
+
+
+def _chat(options: PreprocessOptions) -> Chat:
+    """The chat settings."""
+    chat = chat_of(options.tokenizer_files[0], options.chat_template, options.context or 0, options.too_long or "cut")
 
     def end() -> str | None:
         tokenizer = tokenizers.build_tokenizer(options.tokenizer or "", options.tokenizer_files, options.eod)

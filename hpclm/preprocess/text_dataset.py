@@ -14,7 +14,7 @@ from hpclm.base import folders, paths
 from hpclm.base.errors import ConfigError
 from hpclm.base.registry import OWN
 from hpclm.config import RunConfig, compose
-from hpclm.data import tokenizers
+from hpclm.data import tokenizer_folder
 from hpclm.preprocess import build, options
 from hpclm.preprocess.encode import tokenizer_of
 from hpclm.preprocess.next_command import dataset_settings
@@ -140,7 +140,8 @@ def of_text(path: Path, content: str | None, tokenizer: str | None, run: RunConf
     end = None
     of_run = tokenizer is None and run.data.tokenizer is not None
     if of_run:  # such as the tokenizer of an imported model
-        _, kind, files, end = tokenizers.build_of_run(run.data)
+        folder = tokenizer_folder.of_data(run.data)
+        kind, files, end = folder.kind, list(folder.files), folder.eod
     elif Path(kind).suffix in FILES:
         files = [str(Path(kind).absolute())]
         kind = FILES[Path(kind).suffix]

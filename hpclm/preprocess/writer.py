@@ -6,6 +6,7 @@ formats.py describes the layouts: Megatron's, and fairseq's, which has no index 
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.files import aside, locked, sweep, sync
+from hpclm.data import tokenizer_folder
 from hpclm.data.content import KEY, DatasetContent
 from hpclm.data.formats import DTYPES, FAIRSEQ_HEADER, FAIRSEQ_ONLY, HEADER, MAGIC, VERSION
 from hpclm.data.indexed import files
@@ -50,6 +52,9 @@ class Writer:
         self._code = codes[0]
         self._range = np.iinfo(self.dtype)
         self._final = files(prefix)
+        self._beside = tokenizer_folder.beside(prefix)
+        self.write_beside: Callable[[Path], object] | None = None
+        """Writes the folder of the tokenizer at the path that it is given."""
         self._open = ExitStack()
         self.content: DatasetContent | None = None
         """Hashes of the files, once they are complete."""
@@ -123,12 +128,14 @@ class Writer:
         return np.ascontiguousarray(tokens, self.dtype)
 
     def __enter__(self: Own) -> Own:
-        for path in self._final:
+        for path in (*self._final, self._beside):
             sweep(path)
         tokens, index, note = (aside(path) for path in self._final)
         self._tokens = self._new(tokens)
         self._index = self._new(index)
         self._note = self._new(note)
+        self._folder = aside(self._beside)
+        self._open.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._sizes, self._bounds, self._modes = (
             self._new(Path(f"{index}-{part}")) for part in ("sizes", "bounds", "modes")
         )
@@ -164,6 +171,8 @@ class Writer:
         self._write_index()
         bin, blocks = self._stream.hasher.end()
         self.content = DatasetContent(bin, self._indexed.hasher.end()[0], blocks)
+        if self.write_beside:
+            self.write_beside(self._folder)
         noted = (self.note or {}) | {KEY: self.content.note()}
         self._note.write(json.dumps(noted, indent=1, ensure_ascii=False).encode() + b"\n")
         for file in (self._tokens, self._index, self._note):
@@ -177,6 +186,9 @@ class Writer:
                 raise ConfigError(f"{index} was written by another process in the meantime; it is not replaced")
             index.unlink(missing_ok=True)  # first: an old index must not be opened with new tokens
             note.unlink(missing_ok=True)
+            shutil.rmtree(self._beside, ignore_errors=True)
+            if self._folder.exists():
+                self._folder.replace(self._beside)
             for file, final in ((self._tokens, tokens), (self._note, note), (self._index, index)):
                 Path(file.name).replace(final)
         sync(index.parent)

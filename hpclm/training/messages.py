@@ -12,7 +12,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig
 from hpclm.config.plan import Length
-from hpclm.data import tokenizers
+from hpclm.data import tokenizer_folder
 from hpclm.distributed.context import DistributedContext
 from hpclm.model import count
 from hpclm.model.attention import backend as attention_backend
@@ -156,7 +156,7 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
 def _has_tokenizer(config: RunConfig) -> bool:
     """Whether the tokenizer of the run's data is known, and its files exist."""
     try:
-        tokenizers.check_of_run(config.data)
+        tokenizer_folder.of_run(Path(config.out), config.data)
     except ConfigError:
         return False
     return True

@@ -35,7 +35,7 @@ from hpclm.rundir import events
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
-from hpclm.training import callbacks, messages, records, tuning
+from hpclm.training import callbacks, messages, records, run_tokenizer
 from hpclm.training.callbacks import Callbacks
 from hpclm.training.expert_load import ExpertLoad
 from hpclm.training.metrics import Meter, Speed
@@ -258,7 +258,7 @@ def resume(
     if progress.step and progress.planned != data.begin.planned:
         messages.other_budget(progress, data.begin.planned)
     context.run_on_main(lambda: records.check_progress(Path(config.out), progress.step, context.job))
-    context.run_on_main(lambda: tuning.keep(config, data.source, progress.step))
+    context.run_on_main(lambda: run_tokenizer.keep(config, data.source.fingerprint.get("tokenizer"), progress.step))
     return data
 
 

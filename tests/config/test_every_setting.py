@@ -154,7 +154,7 @@ def reads(run, folder):
 def datasets(tmp_path_factory):
     """Datasets a and b of 60 documents that end with 256, c with a loss mask, and d with fairseq's lines."""
     folder, draw = tmp_path_factory.mktemp("datasets"), np.random.default_rng(0)
-    note = {"tokenizer": {"kind": "bytes", "files": {}, "size": 257, "eod": 256}, "tokenizer_files": []}
+    note = {"tokenizer": {"kind": "bytes", "files": {}, "size": 257, "eod": 256}}
     for name in ("a", "b", "c", "c_loss"):
         with Writer(folder / name, np.uint8 if name.endswith("loss") else "u2") as writer:
             writer.note = None if name.endswith("loss") else note
@@ -633,7 +633,7 @@ RESETS = ["data.reset_attention_mask=true", "data.reset_position_ids=true", "dat
 @pytest.fixture(scope="module")
 def without_ends(datasets):
     """Datasets like a whose documents do not end with 256: bare has none, inside has some, rare one in the last document."""
-    note = {"tokenizer": {"kind": "bytes", "files": {}, "size": 257, "eod": 256}, "tokenizer_files": []}
+    note = {"tokenizer": {"kind": "bytes", "files": {}, "size": 257, "eod": 256}}
     draw = np.random.default_rng(2)
     for name in ("never", "inside", "rare"):
         with Writer(datasets / name, "u2") as writer:

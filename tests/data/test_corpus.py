@@ -307,9 +307,7 @@ def test_the_first_tokens_of_a_dataset_without_a_note_are_in_the_vocabulary(make
 
 
 def test_a_vocabulary_is_as_large_as_its_tokenizer_and_not_much_larger(make, caplog):
-    prefix = make(
-        "a", [40], note={"tokenizer": {**build_tokenizer("bytes", []).fingerprint, "size": 600}, "tokenizer_files": []}
-    )
+    prefix = make("a", [40], note={"tokenizer": {**build_tokenizer("bytes", []).fingerprint, "size": 600}})
     said = r"model.vocab_size=599 is smaller than the 600 entries of the bytes tokenizer of dataset .*a; set model.vocab_size=600"
     with pytest.raises(ConfigError, match=said):
         source(prefix=prefix, vocab_size=599)

@@ -220,7 +220,6 @@ TOKENIZER = '"tokenizer": {"kind": "x", "size": 1, "files": {}}'
         "[]",
         "{}",
         "[" * 10**5,
-        f'{{{TOKENIZER}, "tokenizer_files": [3]}}',
         '{"tokenizer": {"kind": "x", "size": 1, "files": {"a": 2}}}',
         '{"tokenizer": 3}',
         '{"tokenizer": {"size": "big"}}',

@@ -1,13 +1,11 @@
 """Tokenizers of one's own, fingerprints, and which tokenizer a run has."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
 
 from hpclm.base.errors import ConfigError
-from hpclm.config import DataConfig
 from hpclm.data import tokenizers
 
 BYTES = {"kind": "bytes", "files": {}, "size": 257, "eod": 256}
@@ -109,62 +107,3 @@ def test_without_an_end_of_documents_there_is_a_way_to_name_one():
         ConfigError, match=r"the own tokenizer \(128 entries\) has no end-of-document token; set data.eod"
     ):
         tokenizers.end(own)
-
-
-@pytest.fixture
-def dataset(tmp_path):
-    """The prefix of a dataset with this note."""
-
-    def made(**note):
-        (tmp_path / "d.json").write_text(json.dumps({"tokenizer": BYTES, "tokenizer_files": [], **note}))
-        return str(tmp_path / "d")
-
-    return made
-
-
-def test_a_run_has_the_tokenizer_of_its_settings_or_of_its_dataset(dataset, tmp_path):
-    (tmp_path / "t").write_text("x")
-    data = DataConfig(source="indexed", prefix=dataset(tokenizer_files=[str(tmp_path / "t")]))
-    assert tokenizers.files_of_run(data) == [str(tmp_path / "t")]
-    data = DataConfig(source="indexed", prefix=dataset())
-    assert tokenizers.build_of_run(data)[1:] == ("bytes", [], None) and tokenizers.of_run(data).size == 257
-    named = DataConfig(source="indexed", prefix=dataset(), tokenizer="json", tokenizer_files=["/nowhere"])
-    assert tokenizers.files_of_run(named) == ["/nowhere"] and tokenizers.files_of_run(DataConfig()) == []
-    halves = DataConfig(source="indexed", tokenizer="gpt2", tokenizer_files=[str(tmp_path / "t"), "/nowhere"])
-    for lacking in (named, halves):
-        with pytest.raises(ConfigError):
-            tokenizers.check_of_run(lacking)
-
-
-@pytest.mark.parametrize(
-    "note, said",
-    [
-        ({"tokenizer": {**BYTES, "size": 300}}, "the tokenizer of dataset .*/d has changed: .*size 300 against 257"),
-        (
-            {"tokenizer": {**BYTES, "kind": "mine:T"}},
-            "names the user-defined tokenizer 'mine:T'; if you trust it, set data.tok",
-        ),
-        (
-            {"tokenizer": {**BYTES, "options": {"x": 1}}},
-            "has options {'x': 1}; this version of hpclm supports only 'eod'",
-        ),
-    ],
-)
-def test_a_dataset_without_a_usable_tokenizer_is_refused(note, said, dataset):
-    with pytest.raises(ConfigError, match=said):
-        tokenizers.of_run(DataConfig(source="indexed", prefix=dataset(**note)))
-
-
-def test_a_run_on_synthetic_data_has_no_tokenizer():
-    with pytest.raises(ConfigError, match=r"trained on synthetic data \(data.source\), so it has no tokenizer"):
-        tokenizers.of_run(DataConfig(source="synthetic"))
-
-
-def test_a_dataset_that_names_no_files_of_its_tokenizer_is_refused(dataset, tmp_path):
-    prefix = dataset()
-    (tmp_path / "d.json").write_text(json.dumps({"tokenizer": BYTES}))
-    with pytest.raises(ConfigError, match=f"{prefix}.json names no tokenizer_files; set data.tokenizer"):
-        tokenizers.of_run(DataConfig(source="indexed", prefix=prefix))
-    (tmp_path / "d.json").write_text(json.dumps({"content": {}}))  # of another project
-    with pytest.raises(ConfigError, match=r"neither the run nor its dataset names a tokenizer; set data.tokenizer and"):
-        tokenizers.of_run(DataConfig(source="indexed", prefix=prefix))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from hpclm import cli
 from hpclm.base.errors import ConfigError, HpclmError
 from hpclm.config import ModelConfig
 from hpclm.data import tokenizers
+from hpclm.data.tokenizer_folder import TokenizerFolder
 from hpclm.interop.gguf import networks, vocabulary
-from hpclm.interop.huggingface.tokenizer import PROBES
-from hpclm.preprocess.run_text import RunText
+from hpclm.preprocess import run_text
 from hpclm.preprocess.tokenizers.huggingface import train_bpe
+from hpclm.preprocess.tokenizers.probes import PROBES
 from hpclm.preprocess.tokenizers.sentencepieces import train_sentencepiece
 from tests.interop import llamacpp, made
 from tests.interop.test_tokenizer import ODD, TEXTS, TRAINED, by_its_own_trainer
@@ -256,7 +258,7 @@ def test_the_largest_gemma_has_another_scale_in_llama_cpp(network, layers):
 
 
 def test_bytes_are_written_as_gpt_2_writes_them_and_entries_without_text_are_unused():
-    keys = vocabulary.keys(RunText(tokenizers.build_tokenizer("bytes", []), {}, False, 259), None, "{% generation %}x")
+    keys = vocabulary.keys(run_text.of_folder(TokenizerFolder("bytes", template="{% generation %}x"), 259), None)
     tokens, types = keys["ggml.tokens"], keys["ggml.token_type"]
     assert [tokens[byte] for byte in (0, 10, 32, 33, 65, 126, 127, 160, 161, 173, 174, 255)] == list("ĀĊĠ!A~ġł¡Ń®ÿ")
     assert tokens[256:] == ["<|endoftext|>", "[PAD257]", "[PAD258]"] and types[255:] == [1, 3, 5, 5]
@@ -265,21 +267,15 @@ def test_bytes_are_written_as_gpt_2_writes_them_and_entries_without_text_are_unu
 
 
 def test_the_end_of_documents_is_named_before_those_of_answers_and_no_more_than_three(caplog):
-    text = RunText(
-        tokenizers.build_tokenizer("bytes", []),
-        {"eos_token_id": [9, 256, 8, 7], "pad_token_id": 5},
-        True,
-        257,
-        (4,),
-        (),
-    )
-    keys = vocabulary.keys(text, None, None)
+    folder = TokenizerFolder("bytes", generation={"eos_token_id": [9, 256, 8, 7], "pad_token_id": 5})
+    text = replace(run_text.of_folder(folder, 257), before=(4,))
+    keys = vocabulary.keys(text, None)
     ends = [keys[f"ggml.{name}"] for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     assert ends == [256, 9, 8] and "up to 3 tokens that end a text; left out: 7" in caplog.text
     assert (keys["ggml.bos_token_id"], keys["ggml.padding_token_id"]) == (4, 5)
     assert keys["ggml.add_bos_token"] is True and keys["ggml.add_eos_token"] is False
     with pytest.raises(ConfigError, match="its template adds several tokens before or after a text"):
-        vocabulary.keys(RunText(text.tokenizer, {}, True, 257, (4, 5), ()), None, None)
+        vocabulary.keys(replace(text, before=(4, 5)), None)
 
 
 @pytest.mark.parametrize("more", [3, 0], ids=["padded", "full"])
@@ -290,7 +286,7 @@ def test_without_an_end_of_documents_no_text_ends_at_a_comma_unless_a_warning_sa
     tokenizer = tokenizers.build_tokenizer("json", [str(tmp_path / "t.json")])
     tokenizer.eod = None
     size = tokenizer.size + more
-    keys = vocabulary.keys(RunText(tokenizer, {"eos_token_id": None}, False, size), None, None)
+    keys = vocabulary.keys(run_text.of_folder(TokenizerFolder("json"), size, tokenizer), None)
     if more:
         assert keys["ggml.eos_token_id"] == size - 1 and keys["ggml.tokens"][-1] == f"[PAD{size - 1}]"
     else:
@@ -364,7 +360,7 @@ def test_llama_cpp_gives_the_same_ids(kind, tmp_path, caplog):
 def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused_with_the_reason(kind, tmp_path):
     own = tokenizers.build_tokenizer(*made_tokenizer(kind, tmp_path))
     with pytest.raises(ConfigError, match=OTHER[kind]):
-        vocabulary.keys(RunText(own, {}, False, 400), None, None)
+        vocabulary.keys(run_text.of_folder(TokenizerFolder(), 400, own), None)
 
 
 def test_the_file_says_what_is_in_it_and_has_the_umasks_mode(tmp_path, tokenizer):

@@ -7,9 +7,8 @@ import random
 import pytest
 
 from hpclm import cli
-from hpclm.data import tokenizers
+from hpclm.data import tokenizer_folder, tokenizers
 from hpclm.inference import run_settings
-from hpclm.preprocess import special_tokens
 from hpclm.preprocess.tokenizers.huggingface import train_bpe
 from hpclm.preprocess.tokenizers.sentencepieces import train_sentencepiece
 from tests.forks import hpclm
@@ -115,15 +114,20 @@ def test_transformers_gives_the_same_ids_and_an_import_takes_the_tokenizer_along
     assert theirs.decode(some, clean_up_tokenization_spaces=False).strip() == tokenizer.decode(some).strip()
     convert(tmp_path / "hf", tmp_path / "back")
     data = run_settings.inference_settings(tmp_path / "back", []).data
-    back = tokenizers.of_run(data)
+    back = tokenizer_folder.of_run(tmp_path / "back", data).build()
     assert all(str(tmp_path / "back/tokenizer") in path for path in data.tokenizer_files)
     assert back.eod == tokenizer.eod and all(back.encode(text) == tokenizer.encode(text) for text in TEXTS[:50] + ODD)
 
 
 def test_a_tokenizer_that_cannot_be_converted_is_skipped_with_a_warning(tmp_path, caplog):
-    made.run(tmp_path / "run", NETWORK, source="indexed", tokenizer="bytes")
+    words, pieces = tmp_path / "dict.txt", tmp_path / "x.model"
+    words.write_text("so 3\n")
+    pieces.write_bytes(train_sentencepiece(TEXTS, "unigram", 300))
+    made.run(
+        tmp_path / "run", NETWORK, source="indexed", tokenizer="fairseq", tokenizer_files=[str(words), str(pieces)]
+    )
     convert(tmp_path / "run", tmp_path / "hf")
-    assert "the bytes tokenizer (257 entries) has no Hugging Face form" in caplog.text
+    assert "the fairseq tokenizer (dict.txt" in caplog.text and "has no Hugging Face form" in caplog.text
     (tmp_path / "hf/tokenizer.json").write_text("{}")
     convert(tmp_path / "hf", tmp_path / "back")
     assert "is left out: tokenizer json cannot use" in caplog.text
@@ -206,7 +210,9 @@ def test_ids_and_texts_of_special_tokens_come_back_from_an_import(tmp_path):
         )
     convert(tmp_path / "hf", tmp_path / "back")
     data = run_settings.inference_settings(tmp_path / "back", []).data
-    assert data.eod == words[302] and tokenizers.of_run(data).eod == 302  # of what config.json says, the first
+    assert (
+        data.eod == words[302] and tokenizer_folder.of_run(tmp_path / "back", data).build().eod == 302
+    )  # of what config.json says, the first
     convert(tmp_path / "back", tmp_path / "again")
     for file in ("config.json", "generation_config.json"):
         assert {name: json.loads((tmp_path / "again" / file).read_text())[name] for name in IDS} == IDS
@@ -232,7 +238,7 @@ def test_an_export_names_no_begin_of_a_text_that_the_imported_tokenizer_does_not
     convert(tmp_path / "hf", tmp_path / "back")
     convert(tmp_path / "back", tmp_path / "again")
     for file in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "again" / file).read_text())["bos_token_id"] == id
+        assert json.loads((tmp_path / "again" / file).read_text()).get("bos_token_id") == id
     assert json.loads((tmp_path / "again/tokenizer_config.json").read_text()).get("bos_token") == named.get("bos_token")
     convert(tmp_path / "back", tmp_path / "again.gguf")
 
@@ -247,12 +253,12 @@ def test_special_ids_are_kept_without_a_tokenizer_unless_the_run_has_another_end
     convert(tmp_path / "hf", tmp_path / "back")
     convert(tmp_path / "back", tmp_path / "again")
     assert IDS.items() <= json.loads((tmp_path / "again/config.json").read_text()).items()
-    assert special_tokens.ids(IDS, 303) == IDS and special_tokens.ids(IDS, 9) == IDS | {"eos_token_id": 9}
-    (tmp_path / "back/tokenizer/special_tokens.json").write_text(
-        '{"bos_token_id": "x", "eos_token_id": [], "pad_token_id": -1}'
-    )
-    convert(tmp_path / "back", tmp_path / "more")
-    assert json.loads((tmp_path / "more/config.json").read_text())["bos_token_id"] is None
+    made.run(tmp_path / "other", NETWORK, fingerprint={"data": {"tokenizer": {"eod": 9}}})
+    (tmp_path / "other/tokenizer").mkdir()
+    (tmp_path / "other/tokenizer/generation_config.json").write_text(json.dumps(IDS))
+    convert(tmp_path / "other", tmp_path / "more")
+    more = json.loads((tmp_path / "more/config.json").read_text())
+    assert {name: more[name] for name in IDS} == IDS | {"eos_token_id": 9}
 
 
 def test_the_end_of_a_document_is_known_though_the_tokenizers_files_are_gone(tmp_path):

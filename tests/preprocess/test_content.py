@@ -14,7 +14,7 @@ from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint.fingerprint import differences, fingerprint
 from hpclm.config import from_cli
-from hpclm.data import content, sources, tokenizers
+from hpclm.data import content, sources, tokenizer_folder
 from hpclm.data.content import DIGEST, HASH_BLOCK_BYTES
 from hpclm.data.corpus import SAMPLED
 from hpclm.data.indexed import IndexedDataset, sidecar
@@ -36,13 +36,13 @@ def by_hand(path):
 
 @pytest.fixture
 def large(tmp_path):
-    """A dataset of 80 blocks and a bit, of a tokenizer of 300 entries."""
+    """A dataset of 80 blocks and a bit, of bytes."""
     with Writer(tmp_path / "x", "u2") as writer:
         draw = np.random.default_rng(0)
         for _ in range(40):
-            tokens = draw.integers(0, 300, HASH_BLOCK_BYTES + 77, dtype="u2")
+            tokens = draw.integers(0, 257, HASH_BLOCK_BYTES + 77, dtype="u2")
             writer.extend(tokens, np.array([1000, len(tokens) - 1000]), np.array([1, 1]))
-        writer.note = {"tokenizer": TOKENIZER | {"size": 300}}
+        writer.note = {"tokenizer": TOKENIZER}
     return tmp_path / "x"
 
 
@@ -260,7 +260,7 @@ def test_a_dataset_with_hashes_but_no_tokenizer_can_be_read(tmp_path):
     config = from_cli(words(tmp_path / "x", "data.split=100,0,0"))
     assert opened(config).fingerprint["tokenizer"] is None
     with pytest.raises(ConfigError, match="nor its dataset names a tokenizer"):
-        tokenizers.of_run(config.data)
+        tokenizer_folder.of_data(config.data)
     assert cli.main(["data", "inspect", str(tmp_path / "x")]) == 0
     assert len(content.noted(tmp_path / "x").blocks) == DIGEST
 

@@ -28,7 +28,7 @@ def write(prefix, documents, dtype="u2", tokenizer=TOKENIZER, **counts):
     with Writer(prefix, dtype) as writer:
         append(writer, documents)
         if tokenizer:
-            writer.note = {"tokenizer": tokenizer, "tokenizer_files": [], "tokens": writer.tokens, **counts}
+            writer.note = {"tokenizer": tokenizer, "tokens": writer.tokens, **counts}
     return str(prefix)
 
 
@@ -109,7 +109,7 @@ def test_the_counts_of_the_inputs_are_summed(tmp_path):
         write(tmp_path / "b", [[[4]], []], counts={"skipped": 3}),
     ]
     merge(tmp_path / "all", parts)
-    expected = {"tokenizer": TOKENIZER, "tokenizer_files": [], "documents": 3, "tokens": 4, "counts": {"skipped": 5}}
+    expected = {"tokenizer": TOKENIZER, "documents": 3, "tokens": 4, "counts": {"skipped": 5}}
     assert without_content(tmp_path / "all") == expected
 
 

@@ -6,6 +6,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from hpclm.config import DataConfig
+from hpclm.data import tokenizer_folder
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.preprocess.inputs import CHUNK, chunks, find
 from tests.preprocess.texts import content, jsonl, preprocess, write
@@ -77,7 +79,7 @@ def test_another_key_names_the_dataset_too(run):
     assert documents("x_body_document") == ["one"]
 
 
-def test_the_json_file_names_the_tokenizer_and_its_files(tmp_path, monkeypatch):
+def test_a_dataset_carries_its_tokenizer(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x y")
     Path("v.json").write_text('{"<unk>": 0, "<|endoftext|>": 1, "x": 2}')
@@ -85,7 +87,8 @@ def test_the_json_file_names_the_tokenizer_and_its_files(tmp_path, monkeypatch):
     assert preprocess(*words) == 0
     note = sidecar("x_text_document")
     assert (note["tokenizer"]["kind"], note["tokenizer"]["size"], note["tokenizer"]["eod"]) == ("whitespace", 3, 1)
-    assert note["tokenizer_files"] == [str(tmp_path / "v.json")]
+    Path("v.json").unlink()
+    assert tokenizer_folder.of_data(DataConfig(prefix="x_text_document")).build().encode("x") == [2, 1]
     assert IndexedDataset("x_text_document").flat.tolist() == [2, 0, 1]
 
 

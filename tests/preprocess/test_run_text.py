@@ -1,14 +1,14 @@
 """How text of a run is begun and ended, with a tokenizer of one's own whose entries are characters."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from hpclm.base.errors import ConfigError
 from hpclm.data import tokenizers
-from hpclm.data.chat_record import ChatRecord
-from hpclm.preprocess import run_text, special_tokens
-from hpclm.preprocess.run_text import RunText
+from hpclm.data.tokenizer_folder import TokenizerFolder
+from hpclm.preprocess import run_text, tokenizer_writer
 
 
 class Letters:
@@ -30,8 +30,9 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-def of(tokenizer=None, imported=None, vocabulary=128, **more):
-    return RunText(tokenizer or Letters(), imported or {}, imported is not None, vocabulary, **more)
+def of(tokenizer=None, imported=False, vocabulary=128, tokens=None, before=(), after=(), **ids):
+    folder = TokenizerFolder("letters", imported=imported, config=tokens or {}, generation=ids)
+    return replace(run_text.of_folder(folder, vocabulary, tokenizer or Letters()), before=before, after=after)
 
 
 def test_a_text_that_is_read_has_not_ended():
@@ -58,19 +59,17 @@ def test_an_empty_prompt_begins_with_the_end_of_the_document_before_it():
     assert of().start("") == [36] and of().start("a") == [97]
     with pytest.raises(ConfigError, match="the prompt is empty, and the tokenizer has no end-of-document token"):
         of(Letters(eod=None)).start("")
-    assert of(Letters(eod=None), {"bos_token_id": 94}).start("") == [94]
+    assert of(Letters(eod=None), bos_token_id=94).start("") == [94]
 
 
 def test_a_run_of_ones_own_begins_with_its_end_of_documents_and_an_imported_one_as_its_folder_says():
-    assert of().ids == {"bos_token_id": 36, "eos_token_id": 36, "pad_token_id": None}
-    assert of(imported={}).ids == {"bos_token_id": None, "eos_token_id": 36, "pad_token_id": None}
-    assert of(imported={"bos_token_id": 94, "pad_token_id": 1}).ids["bos_token_id"] == 94
-    chat = ChatRecord("{{ bos_token }}", {"bos_token": "^"}, {"!": 33, "$": 36})
-    assert of(chat=chat).ids["eos_token_id"] == [36, 33] and of(chat=chat).ends == {33, 36}
+    assert of().folder.ids == {"bos_token_id": 36, "eos_token_id": 36, "pad_token_id": None}
+    assert of(imported=True).folder.ids == {"bos_token_id": None, "eos_token_id": 36, "pad_token_id": None}
+    assert of(imported=True, bos_token_id=94, pad_token_id=1).folder.ids["bos_token_id"] == 94
 
 
 def test_an_imported_model_may_generate_all_its_entries_and_others_those_of_their_tokenizer():
-    assert of(vocabulary=200).generated == 128 and of(vocabulary=200, imported={}).generated == 200
+    assert of(vocabulary=200).generated == 128 and of(vocabulary=200, imported=True).generated == 200
 
 
 def test_special_tokens_and_entries_without_text_are_left_out_of_an_answer():
@@ -79,71 +78,77 @@ def test_special_tokens_and_entries_without_text_are_left_out_of_an_answer():
     assert text.decode([97, 36, 128, 199, 98]) == "a$b" and text.decode([97, 36, 128, 98], special=False) == "ab"
 
 
-@pytest.mark.parametrize(
-    "tokens, end, text, answers, ends",
-    [
-        ({}, None, None, (), None),
-        ({}, 3, None, (), 3),
-        ({"eos_token_id": 2}, 3, None, (), 3),
-        ({"eos_token_id": 2, "eos_token": "e"}, 3, "e", (), [2, 3]),
-        ({"eos_token_id": 2, "eos_token": "e"}, 3, "x", (), 3),
-        ({"eos_token_id": [2, 3]}, 3, None, (), [2, 3]),
-        ({"eos_token_id": 2}, None, None, (2,), 2),
-        ({"eos_token_id": 2}, None, None, (4, 2), [2, 4]),
-        ({}, None, None, (4,), 4),
-        ({}, 3, None, (4, 5), [3, 4, 5]),
-    ],
-)
-def test_ends_are_those_of_the_folder_of_the_data_and_of_answers(tokens, end, text, answers, ends):
-    found = special_tokens.ids({**tokens, "pad_token_id": 7}, end, text, answers)
-    assert found == {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": 7}
+BYTES = tokenizers.build_tokenizer("bytes", [])
+END = "<|endoftext|>"
 
 
 @pytest.mark.parametrize(
-    "name, value, sane",
-    [
-        ("add_bos_token", True, True),
-        ("add_bos_token", 1, False),
-        ("bos_token", "<s>", True),
-        ("any_token", "", False),
-        ("eos_token_id", [1, 2], True),
-        ("eos_token_id", [], False),
-        ("bos_token_id", [1], False),
-        ("pad_token_id", 0, True),
-        ("pad_token_id", -1, False),
-        ("pad_token_id", True, False),
-        ("other_id", 1, False),
-    ],
+    "before, named, ends",
+    [(None, None, 256), (2, None, 256), (2, END, [2, 256]), ([2, 256], None, [2, 256]), ([2, 3], "x", 256)],
 )
-def test_special_tokens_have_values_of_their_kind(name, value, sane):
-    assert special_tokens.is_sane(name, value) == sane
+def test_the_end_of_documents_replaces_other_ends_unless_the_folder_names_it(before, named, ends):
+    folder = TokenizerFolder(
+        "bytes", config={"eos_token": named}, generation={"eos_token_id": before, "pad_token_id": 7}
+    )
+    found = tokenizer_writer.with_ends(folder, BYTES)
+    assert (found.ids["eos_token_id"], found.ids["pad_token_id"]) == (ends, 7)
+    assert tokenizer_writer.with_ends(found, BYTES) == found
 
 
-def test_special_tokens_are_those_beside_the_tokenizer_and_what_is_none_is_left_out(tmp_path, caplog):
-    for folder in ("beside", "more", "run/tokenizer"):
-        (tmp_path / folder).mkdir(parents=True)
-    paths = [str(tmp_path / "beside/t.json"), str(tmp_path / "more/t.json")]
-    (tmp_path / "more/special_tokens.json").write_text(
-        '{"pad_token_id": 5}'
-    )  # only the first file of a tokenizer has them beside it
-    assert special_tokens.of_run(tmp_path / "run", paths) is None
-    (tmp_path / "run/tokenizer/special_tokens.json").write_text(json.dumps({"bos_token_id": 1, "add_bos_token": 3}))
-    assert special_tokens.of_run(tmp_path / "run", paths) == {"bos_token_id": 1}
-    (tmp_path / "beside/special_tokens.json").write_text("{")
-    assert special_tokens.of_run(tmp_path / "run", paths) == {"bos_token_id": 1} and "it is ignored" in caplog.text
-    (tmp_path / "beside/special_tokens.json").write_text("{}")
-    assert special_tokens.of_run(tmp_path / "run", paths) == {}
-    (tmp_path / "run/tokenizer/generation_config.json").write_text('{"num_beams": 2}')
-    assert special_tokens.chat_of_run(tmp_path / "run", paths) == (None, {"num_beams": 2})
+def words(tmp_path, *more):
+    path = tmp_path / "vocab.json"
+    vocabulary = ["<unk>", END, "<s>", "</s>", "<turn>", *more]
+    path.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": None,
+                "padding": None,
+                "added_tokens": [],
+                "normalizer": None,
+                "pre_tokenizer": None,
+                "post_processor": None,
+                "decoder": None,
+                "model": {
+                    "type": "WordLevel",
+                    "unk_token": "<unk>",
+                    "vocab": {word: id for id, word in enumerate(vocabulary)},
+                },
+            }
+        )
+    )
+    tokenizer = tokenizers.build_tokenizer("json", [str(path)])
+    return TokenizerFolder("json", (str(path),)), tokenizer
 
 
-def test_settings_of_generation_that_would_change_the_text_are_named():
-    given = {
-        "num_beams": 4,
-        "min_length": 0,
-        "repetition_penalty": 1.2,
-        "stop_strings": [],
-        "temperature": 0.3,
-        "guidance_scale": None,
-    }
-    assert run_text.without_effect(given) == ["num_beams=4", "repetition_penalty=1.2"]
+def test_a_tuned_model_writes_the_tokens_that_it_was_rendered_with(tmp_path):
+    folder, tokenizer = words(tmp_path)
+    folder = tokenizer_writer.with_ends(folder, tokenizer)
+    tuned = tokenizer_writer.tuned(
+        folder, tokenizer, "{{ bos_token }}", {"bos_token": "<s>", "x_token": "lost"}, ["<turn>"]
+    )
+    assert tuned.tokens == {"bos_token": "<s>", "eos_token": END} and tuned.ids["bos_token_id"] == 2
+    assert tuned.ends == [1, 4] and tuned.template == "{{ bos_token }}"
+    plain = tokenizer_writer.tuned(folder, tokenizer, "x", {"bos_token": "<s>"}, [])
+    assert plain.tokens["bos_token"] == END and plain.ids["eos_token_id"] == 1
+
+
+def test_a_run_keeps_the_template_and_ends_of_the_run_that_it_starts_from(tmp_path):
+    folder, tokenizer = words(tmp_path)
+    raw = tokenizer_writer.with_ends(folder, tokenizer)
+    generation = {"temperature": 0.7, "eos_token_id": [3, 4], "bos_token_id": 2}
+    base = replace(folder, imported=True, config={"eos_token": "</s>"}, generation=generation, template="T")
+    kept = tokenizer_writer.begun_from(base, raw, tokenizer)
+    assert (kept.template, kept.generation["temperature"], kept.imported) == ("T", 0.7, True)
+    assert kept.ends == [1, 3, 4] and kept.ids["bos_token_id"] == 2
+    tuned = tokenizer_writer.tuned(raw, tokenizer, "U", {}, ["<turn>"])
+    assert tokenizer_writer.begun_from(base, tuned, tokenizer).template == "U"
+    assert tokenizer_writer.begun_from(TokenizerFolder(), raw, tokenizer) == raw
+    (tmp_path / "other").mkdir()
+    other, its = words(tmp_path / "other", "more")
+    moved = json.loads((tmp_path / "other/vocab.json").read_text())
+    moved["model"]["vocab"] |= {"</s>": 5, "more": 3}
+    (tmp_path / "other/vocab.json").write_text(json.dumps(moved))
+    its = other.build()
+    raw = tokenizer_writer.with_ends(other, its)
+    assert tokenizer_writer.begun_from(base, raw, its) == raw  # its tokens have other ids

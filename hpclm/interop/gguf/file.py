@@ -1,7 +1,6 @@
 """Write a run's checkpoint as one GGUF file; the only file that imports the gguf library."""
 
 from contextlib import closing
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ from torch import Tensor
 
 from hpclm import __version__
 from hpclm.base.errors import ConfigError
-from hpclm.data.tokenizers import files_of_run
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.gguf import networks, vocabulary
-from hpclm.interop.huggingface import tokenizer
 from hpclm.interop.huggingface.shape import canonical
 from hpclm.interop.run import RunCheckpoint, fresh
 from hpclm.node.hardware import TYPES
-from hpclm.preprocess import run_text, special_tokens
 
 STORED = {
     torch.float32: gguf.GGMLQuantizationType.F32,
@@ -43,18 +39,12 @@ def export_run(checkpoint: RunCheckpoint, target: Path, dtype: str = "fp32", all
     """
     config = canonical(checkpoint.config.model)
     network = networks.of_network(config)
-    run_tokenizer = tokenizer.of_run(checkpoint.config.data)
-    if run_tokenizer is None:
+    text = checkpoint.text()
+    if text is None:
         raise ConfigError(
             "a GGUF file contains the tokenizer, but this run names none; give data.tokenizer and data.tokenizer_files"
         )
-    paths = files_of_run(checkpoint.config.data)
-    chat = checkpoint.chat
-    template, _ = special_tokens.chat_of_run(checkpoint.run, paths)
-    if chat:
-        template = chat.template
-    text = replace(run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer), chat=chat)
-    words = vocabulary.keys(text, vocabulary.sentencepiece_of(text, paths), template)
+    words = vocabulary.keys(text, vocabulary.sentencepiece_of(text))
     with fresh(target, folder=False) as staging, closing(gguf.GGUFWriter(staging, network.name)) as writer:
         writer.add_name(checkpoint.run.absolute().name)
         writer.add_description(f"step {checkpoint.step} of a run of hpclm {__version__}")

@@ -5,15 +5,15 @@ Source: llama.cpp, src/llama-vocab.cpp.
 
 import json
 import logging
-from collections.abc import Collection, Sequence
+import re
 from pathlib import Path
 from typing import Any
 
 from hpclm.base.errors import ConfigError
-from hpclm.data.chat_record import without_marks
-from hpclm.data.tokenizers import END, Tokenizer, describe
-from hpclm.preprocess import special_tokens
-from hpclm.preprocess.run_text import RunText, token_id, token_text
+from hpclm.data.tokenizer_folder import first
+from hpclm.data.tokenizers import Tokenizer, describe
+from hpclm.preprocess.run_text import RunText
+from hpclm.preprocess.tokenizer_writer import token_id, token_text
 from hpclm.preprocess.tokenizers.huggingface import Library
 from hpclm.preprocess.tokenizers.plain import Bytes
 from hpclm.preprocess.tokenizers.sentencepieces import SentencePiece, parameters
@@ -32,15 +32,16 @@ SPLITS = {(WORDS % r"\p{N}{1,3}", True): "llama-bpe", (WORDS % r"\p{N}", False):
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of tokens that end a text; llama.cpp stops at all of them."""
 NO_MERGES = ["\u0100 \u0100"]  # an array must not be empty; no token consists of two zero bytes
+MARK = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+"""Marks around the assistant's text in a template, which only transformers reads."""
 Keys = dict[str, Any]
 
 
-def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | None:
-    """The sentencepiece model next to the tokenizer's files ``paths``, if an import made the run's tokenizer.json from it; otherwise
-    None."""
-    if not (text.imported and isinstance(text.tokenizer, Library) and paths):
+def sentencepiece_of(text: RunText) -> SentencePiece | None:
+    """The sentencepiece model next to an imported tokenizer.json, if it was made from it; otherwise None."""
+    if not (text.folder.imported and isinstance(text.tokenizer, Library)):
         return None
-    for path in (Path(paths[0]).with_name(name) for name in ("tokenizer.model", "spiece.model")):
+    for path in (Path(text.folder.files[0]).with_name(name) for name in ("tokenizer.model", "spiece.model")):
         if path.is_file():
             try:
                 pieces = SentencePiece([str(path)])
@@ -51,22 +52,20 @@ def sentencepiece_of(text: RunText, paths: Sequence[str]) -> SentencePiece | Non
     return None
 
 
-def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> Keys:
+def keys(text: RunText, pieces: SentencePiece | None) -> Keys:
     """The file's keys for the tokenizer of ``text``, without the prefix "tokenizer.". ConfigError if llama.cpp would give other ids.
 
-    ``pieces``: see ``sentencepiece_of``. ``template``: the chat template.
+    ``pieces``: see ``sentencepiece_of``.
     """
     tokenizer = text.tokenizer
     size = text.vocabulary
     if isinstance(tokenizer, Library) and pieces is not None:
         entries = _of_sentencepiece(pieces)
         _add_tokens(entries, tokenizer, pieces.size)
-    elif isinstance(tokenizer, Library):
-        entries = _of_library(tokenizer)
+    elif isinstance(tokenizer, Library | Bytes):
+        entries = _of_byte_level(tokenizer, json.loads(tokenizer.compiled()))
     elif isinstance(tokenizer, SentencePiece):
         entries = _of_sentencepiece(tokenizer)
-    elif isinstance(tokenizer, Bytes):
-        entries = _of_bytes()
     else:
         raise _refused(tokenizer, "llama.cpp has no such kind")
     for id in range(tokenizer.size, size):
@@ -76,34 +75,25 @@ def keys(text: RunText, pieces: SentencePiece | None, template: str | None) -> K
             entries["scores"].append(-10000.0)
     entries |= _special(text)
     words: Keys = {f"ggml.{name}": value for name, value in entries.items()}
-    if template:
-        words["chat_template"] = without_marks(template)
+    if text.folder.template is not None:
+        # a comment removes the same white space as a mark, which only transformers reads
+        words["chat_template"] = MARK.sub(r"{#\1 \2#}", text.folder.template)
     return words
 
 
 def _special(text: RunText) -> Keys:
     """The tokens that begin and end a text, and whether llama.cpp adds them to a text."""
-    ids = text.ids
-    end = text.tokenizer.eod
-    begin = special_tokens.first(ids["bos_token_id"])
-    ends = special_tokens.listed(ids["eos_token_id"])
-    answer_ends: Collection[int] = ()
-    if text.chat:
-        answer_ends = text.chat.ends.values()
-        # the chat template writes this token, and must write the same text in llama.cpp as in training
-        named_end = token_id(text.tokenizer, text.chat.named.get("eos_token"))
-        if named_end is not None:
-            end = named_end
-            ends = [end, *(id for id in ends if id != end)]
-    # ends of documents first, then ends of answers
-    ends = sorted(ends, key=lambda id: (id != end, id not in answer_ends))
-    begin = (text.before or (begin,))[0]
+    ids = text.folder.ids
+    named = token_id(text.tokenizer, text.folder.tokens.get("eos_token"))
+    end = text.tokenizer.eod if named is None else named
+    ends = sorted(text.folder.ends, key=lambda id: id != end)  # the end that the chat template writes comes first
+    begin = (text.before or (first(ids["bos_token_id"]),))[0]
     ends = [*text.after[-1:], *(id for id in ends if id not in text.after[-1:])]
     if text.before not in ((), (begin,)) or text.after not in ((), tuple(ends[:1])):
         raise _refused(
             text.tokenizer, "its template adds several tokens before or after a text, but llama.cpp adds at most one"
         )
-    padding = special_tokens.first(ids["pad_token_id"])
+    padding = first(ids["pad_token_id"])
     token_ids = {"bos_token_id": begin, "padding_token_id": padding}
     token_ids |= dict(zip(ENDS, ends, strict=False))
     further = [token_text(text.tokenizer, id) or str(id) for id in ends[len(ENDS) :]]
@@ -139,9 +129,8 @@ def _type(token: Any) -> int:
     return CONTROL if token.special else USER_DEFINED
 
 
-def _of_library(tokenizer: Library) -> Keys:
+def _of_byte_level(tokenizer: Tokenizer, tree: dict[str, Any]) -> Keys:
     """Keys for a byte-level BPE with a pattern that llama.cpp knows."""
-    tree = json.loads(tokenizer.model.to_str())
     model = tree["model"]
     if model["type"] != "BPE":
         raise _refused(tokenizer, f"it is a {model['type']}, but llama.cpp supports byte-level BPE")
@@ -159,6 +148,8 @@ def _of_library(tokenizer: Library) -> Keys:
     tokens |= {id: token["content"] for id, token in added.items()}
     types = dict.fromkeys(tokens, NORMAL)
     types |= {id: CONTROL if token["special"] else USER_DEFINED for id, token in added.items()}
+    if tokenizer.eod is not None:
+        types[tokenizer.eod] = CONTROL
     return {
         "model": "gpt2",
         "pre": splits,
@@ -211,15 +202,6 @@ def _of_sentencepiece(tokenizer: SentencePiece) -> Keys:
     if given.charsmap:
         entries["precompiled_charsmap"] = given.charsmap
     return entries
-
-
-def _of_bytes() -> Keys:
-    """Keys for bytes, as a byte-level BPE without merges."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    letters = [chr(byte if byte in shown else next(others)) for byte in range(256)]  # as GPT-2 writes bytes
-    types = [NORMAL] * 256 + [CONTROL]
-    return {"model": "gpt2", "pre": "gpt-2", "tokens": [*letters, END], "token_type": types, "merges": list(NO_MERGES)}
 
 
 def _refused(tokenizer: Tokenizer, why: str) -> ConfigError:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,3 @@ def within(text: str, entries: int) -> tuple[str, list[str]]:
     beyond = [token["content"] for token in tree["added_tokens"] if token["id"] >= entries]
     tree["added_tokens"] = [token for token in tree["added_tokens"] if token["id"] < entries]
     return json.dumps(tree, ensure_ascii=False, indent=2) + "\n", beyond
-
-
-def texts_with(tokens: Sequence[str]) -> Iterator[str]:
-    """Texts with added ``tokens`` alone, between words and next to each other."""
-    for begin in range(0, len(tokens), 64):
-        some = tokens[begin : begin + 64]
-        yield "".join(some)
-        yield "".join(f"the {token} cat{token}sat\n" for token in some)

@@ -13,6 +13,7 @@ from hpclm.config.section import leaves
 from hpclm.data import tokenizers
 from hpclm.interop.run import RunCheckpoint
 from hpclm.model import count
+from hpclm.preprocess.run_text import RunText
 from hpclm.reporting import history
 
 HEAD = """---
@@ -38,10 +39,10 @@ Row = tuple[str, Any]
 
 
 def written(
-    checkpoint: RunCheckpoint, target: Path, architecture: str, own_code: bool, tokenizer: bool, dtype: str
+    checkpoint: RunCheckpoint, target: Path, architecture: str, own_code: bool, text: RunText | None, dtype: str
 ) -> str:
-    """The card of an export to ``target`` with weights in ``dtype``. ``own_code``, ``tokenizer``: whether the class or the tokenizer is
-    exported too.
+    """The card of an export to ``target`` with weights in ``dtype``. ``own_code``: whether the class is exported too.
+    ``text``: the run's, if its tokenizer is.
 
     The card names no folders of this machine except those between the current folder and ``target``.
     """
@@ -52,9 +53,9 @@ def written(
     about = (
         f"A language model ({architecture}) of {size}, exported by hpclm {__version__} from step {checkpoint.step:,}."
     )
-    chat = tokenizer and checkpoint.chat is not None
+    chat = text is not None and text.folder.template is not None
     tokens = min(20, config.model.context // 2)
-    use = _use(_seen_from_here(target), own_code, tokenizer, chat, tokens)
+    use = _use(_seen_from_here(target), own_code, text is not None, chat, tokens)
     parts = [HEAD, f"# {_line(checkpoint.run.absolute().name)}", about, "## Use", use]
     parts += ["## Results", _table(_results(checkpoint)), "## Data and settings", _table(_settings(checkpoint, dtype))]
     return "\n\n".join(parts) + "\n"
@@ -117,9 +118,6 @@ def _settings(checkpoint: RunCheckpoint, dtype: str) -> Iterator[Row]:
         yield from (("dataset", Path(prefix).name) for prefix in config.data.prefixes())
         if fingerprint.get("tokenizer"):
             yield "tokenizer", tokenizers.describe(fingerprint["tokenizer"])
-    chat = checkpoint.chat
-    if chat:
-        yield "end of an answer", ", ".join(chat.ends) or "no single token"
     sections = ["model"]
     if checkpoint.step:
         sections += ["batch", "optim"]

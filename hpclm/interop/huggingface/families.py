@@ -51,6 +51,9 @@ def nearest_obstacles(config: ModelConfig, candidates: Sequence[Family] = WRITTE
         except ConfigError as error:
             refused[family.architecture] = error.problems
     obstacles = obstacles or refused
+    # without its experts it would be another network
+    alike = {name: wrong for name, wrong in obstacles.items() if not any("model.experts.count" in one for one in wrong)}
+    obstacles = alike or obstacles
     fewest = min(map(len, obstacles.values()))
     classes: dict[str, list[str]] = {}
     for architecture, wrong in obstacles.items():

@@ -16,7 +16,8 @@ from torch import Tensor
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.reading import json_object
-from hpclm.data.tokenizers import files_of_run
+from hpclm.data import tokenizer_folder
+from hpclm.data.tokenizer_folder import TokenizerFolder
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
 from hpclm.interop.huggingface import card, custom, families, fp8_blocks, shards, tokenizer, twin
@@ -26,8 +27,7 @@ from hpclm.interop.huggingface.shards import Reader
 from hpclm.interop.rules import ConversionRule, first_few
 from hpclm.interop.run import RunCheckpoint, TensorSource, fresh
 from hpclm.node.hardware import TYPES
-from hpclm.preprocess import run_text, special_tokens
-from hpclm.preprocess.chat import TEMPLATE
+from hpclm.preprocess import tokenizer_writer
 
 log = logging.getLogger(__name__)
 SHAPED = dict(
@@ -50,7 +50,6 @@ def export_run(
     config = canonical(checkpoint.config.model)
     family = families.of_network(config)
     rules = list(family.rules(config))
-    run_tokenizer = tokenizer.of_run(checkpoint.config.data)
     with fresh(target) as staging_dir:
         with Exported(checkpoint, rules, allow_nan) as exported:
             sizes = [math.prod(exported.shapes[rule.ours]) * TYPES[dtype].itemsize for rule in rules]
@@ -58,17 +57,13 @@ def export_run(
             shards.write(
                 staging_dir, [((name, cast(name, x, _stored_type(name, dtype))) for name, x in part) for part in parts]
             )
-        paths = files_of_run(checkpoint.config.data)
-        chat = checkpoint.chat
-        text = None
-        if run_tokenizer is None:
-            imported_tokens = special_tokens.of_run(checkpoint.run, paths) or {}
-            ends = list(chat.ends.values()) if chat else []
-            ids = special_tokens.ids(imported_tokens, _recorded_end(checkpoint), answer_ends=ends)
+        text = checkpoint.text()
+        if text is None:
+            kept = with_recorded_end(checkpoint)
+            tokenizer_writer.write_settings(staging_dir, kept)
         else:
-            text = run_text.of_run(checkpoint.run, checkpoint.config.data, config.vocab_size, run_tokenizer)
-            text = replace(text, chat=chat)
-            ids = text.ids
+            kept = text.folder
+            tokenizer.export(staging_dir, text, config.context)
         if family is custom.FAMILY:
             shutil.copyfile(custom.CODE, staging_dir / custom.CODE.name)
             log.warning(
@@ -81,17 +76,11 @@ def export_run(
             log.warning(
                 "load this export with transformers 5 or newer: transformers 4 has other rotary positions or scores"
             )
-        _write(staging_dir / "config.json", config_json(config, ids, dtype))
-        template, generation = special_tokens.chat_of_run(checkpoint.run, paths)
-        _write(staging_dir / special_tokens.GENERATION, generation | ids)
-        if chat:
-            template = chat.template
-        if template is not None and text is not None:
-            (staging_dir / TEMPLATE).write_text(template, encoding="utf-8")
-        if text is not None:
-            tokenizer.write(staging_dir, text, paths, config.context)
+        _write(staging_dir / "config.json", config_json(config, kept.ids, dtype))
         has_tokenizer = (staging_dir / "tokenizer_config.json").is_file()
-        readme = card.written(checkpoint, target, family.architecture, family is custom.FAMILY, has_tokenizer, dtype)
+        readme = card.written(
+            checkpoint, target, family.architecture, family is custom.FAMILY, text if has_tokenizer else None, dtype
+        )
         (staging_dir / "README.md").write_text(readme, encoding="utf-8")
     return family.architecture
 
@@ -111,10 +100,14 @@ def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict
     )
 
 
-def _recorded_end(checkpoint: RunCheckpoint) -> int | None:
-    """The end-of-document token id of a checkpoint without tokenizer files."""
+def with_recorded_end(checkpoint: RunCheckpoint) -> TokenizerFolder:
+    """What is known of the tokens of a run whose tokenizer is unknown, with the end-of-document token that its checkpoint records."""
+    kept = tokenizer_folder.read(checkpoint.run / "tokenizer")
     noted = checkpoint.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
-    return special_tokens.first(noted.get("eod"))
+    end = tokenizer_folder.first(noted.get("eod"))
+    if end is None or end in kept.ends:
+        return kept
+    return replace(kept, generation={**kept.generation, "eos_token_id": end})
 
 
 def _divided(rules: Sequence[ConversionRule], sizes: Sequence[int], limit: float) -> list[list[ConversionRule]]:
@@ -196,11 +189,7 @@ def import_folder(folder: Path, target: Path, overrides: list[str], pickle: bool
     source = Prefixed(reader, family, config, left_out)
     weights = run.ImportedWeights(config, source, family.rules(config), str(folder))
     with fresh(target, mode=0o700) as staging_dir:
-        tokens = tokenizer.special_tokens_of(folder, tree)
-        data, tokens = tokenizer.take(folder, config.vocab_size, staging_dir, target, tokens)
-        if data or tokens:
-            tokenizer.keep_special_tokens(staging_dir / "tokenizer", tokens)
-        tokenizer.keep_chat(folder, staging_dir / "tokenizer")
+        data = tokenizer.take(folder, config.vocab_size, staging_dir, target, tree)
         run.save(staging_dir, run.settings_of(target, config, data), weights)
         try:  # after the shapes of the weights were checked, so that the twin is small
             twin.prove(family, keys, run.network(settings, []), Prefixed)

@@ -48,6 +48,10 @@ class Fairseq(Words):
             return super().decode(ids)
         return str(self.model.decode([self.words.get(id, self.unknown) for id in ids]))
 
+    def compiled(self) -> str | None:
+        """A tokenizer.json for words; None for pieces, whose ids are not those of their model."""
+        return None if self.model else super().compiled()
+
 
 def read_dictionary(path: Path) -> tuple[list[str], dict[str, int]]:
     """The symbols of a dict.txt by id, and {symbol: id}; ConfigError names an invalid line.

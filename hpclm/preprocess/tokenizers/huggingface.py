@@ -90,6 +90,10 @@ class Library:
         with _panics():
             return str(self.model.decode(ids, skip_special_tokens=False))
 
+    def compiled(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return str(self.model.to_str(pretty=True))
+
 
 class GPT2(Library):
     """GPT-2's byte-level BPE: vocab.json and merges.txt; a document ends with <|endoftext|>.

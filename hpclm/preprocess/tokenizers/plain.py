@@ -1,9 +1,15 @@
 """Tokenizers without a library: bytes, and words separated by white space."""
 
+import json
+from typing import Any
+
 import numpy as np
 
 from hpclm.data.tokenizers import END, Batch, fingerprint, flat
 from hpclm.preprocess.tokenizers.vocabulary import expect, id_of_end, only_end, vocabulary
+
+WHITE_SPACE = r"[\s\x1c-\x1f]+"
+"""The characters at which str.split() divides a text, as a pattern of Oniguruma."""
 
 
 class Bytes:
@@ -31,6 +37,16 @@ class Bytes:
         """The text; invalid UTF-8 becomes U+FFFD."""
         raw = b"".join(END.encode() if id == self.eod else bytes([id]) for id in ids)
         return raw.decode(errors="replace")
+
+    def compiled(self) -> str:
+        """A tokenizer.json with the same ids: a byte-level BPE without merges."""
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = iter(range(256, 512))
+        letters = [chr(byte if byte in shown else next(others)) for byte in range(256)]  # as GPT-2 writes bytes
+        vocab = {text: id for id, text in enumerate([*letters, END])}
+        steps = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        model = {"type": "BPE", "vocab": vocab, "merges": []}
+        return _tokenizer_json(model, steps, steps)
 
 
 class Words:
@@ -63,6 +79,12 @@ class Words:
         """The words separated by spaces."""
         return " ".join(self.words.get(id, self.unknown) for id in ids)
 
+    def compiled(self) -> str | None:
+        """A tokenizer.json with the same ids, but without the end of a text."""
+        model = {"type": "WordLevel", "vocab": self.ids, "unk_token": self.unknown}
+        split = {"type": "Split", "pattern": {"Regex": WHITE_SPACE}, "behavior": "Removed", "invert": False}
+        return _tokenizer_json(model, split, None)
+
 
 class Whitespace(Words):
     """Words of a vocab.json {word: id}."""
@@ -78,3 +100,10 @@ class Whitespace(Words):
         angled = (word for word in self.ids if word.startswith("<"))
         self.eod = id_of_end("whitespace", path, END if eod is None else eod, self.ids, angled)
         self.fingerprint = fingerprint("whitespace", files, self.size, self.eod, eod)
+
+
+def _tokenizer_json(model: dict[str, Any], splitter: dict[str, Any], decoder: dict[str, Any] | None) -> str:
+    """A tokenizer.json of this ``model``, without added tokens."""
+    parts: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": []}
+    parts |= {"normalizer": None, "pre_tokenizer": splitter, "post_processor": None, "decoder": decoder, "model": model}
+    return json.dumps(parts, indent=2, ensure_ascii=False)

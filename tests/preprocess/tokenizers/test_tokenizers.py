@@ -10,7 +10,9 @@ import pytest
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config.data import DataConfig
-from hpclm.data.tokenizers import build_tokenizer, describe, end, flat, mismatch, of_run
+from hpclm.data import tokenizer_folder
+from hpclm.data.tokenizers import build_tokenizer, describe, end, flat, mismatch
+from hpclm.preprocess import tokenizer_writer
 from hpclm.preprocess.tokenizers.huggingface import switch_off, train_bpe
 from hpclm.preprocess.tokenizers.plain import Bytes
 from hpclm.preprocess.tokenizers.sentencepieces import train_sentencepiece
@@ -353,30 +355,12 @@ def test_two_files_of_one_name_both_count(made, tmp_path):
     )
 
 
-def noted(tmp_path, made, **change):
-    """Settings of a run on a dataset that was made with a sentencepiece model and another end."""
+def test_a_datasets_tokenizer_is_built_again_with_its_end(made, tmp_path):
     tokenizer = build_tokenizer("sentencepiece", made["sentencepiece"], "<s>")
-    note = {"tokenizer": tokenizer.fingerprint | change, "tokenizer_files": made["sentencepiece"]}
-    (tmp_path / "d.json").write_text(json.dumps(note))
-    return tokenizer, DataConfig(prefix=str(tmp_path / "d"))
-
-
-def test_a_datasets_tokenizer_is_built_again_with_its_options(made, tmp_path):
-    tokenizer, data = noted(tmp_path, made)
-    assert of_run(data).fingerprint == tokenizer.fingerprint
-    named = DataConfig(tokenizer="sentencepiece", tokenizer_files=made["sentencepiece"], eod="<s>")
-    assert of_run(named).fingerprint == tokenizer.fingerprint
-
-
-def test_a_datasets_tokenizer_that_has_changed_is_refused(made, tmp_path):
-    _, data = noted(tmp_path, made, files={"x.model": "0" * 32})
-    with pytest.raises(
-        ConfigError, match=r"has changed: made with .*x.model 00000000.*they differ in the content of the files"
-    ):
-        of_run(data)
-    _, data = noted(tmp_path, made, options={"colour": "red"})
-    with pytest.raises(ConfigError, match=r"options \{'colour': 'red'\}"):
-        of_run(data)
+    folder = tokenizer_folder.of_files("sentencepiece", made["sentencepiece"], "<s>")
+    tokenizer_writer.write(tmp_path / "d.tokenizer", folder, tokenizer)
+    again = tokenizer_folder.of_data(DataConfig(prefix=str(tmp_path / "d"))).build()
+    assert mismatch(again.fingerprint, tokenizer.fingerprint) is None and again.eod == tokenizer.eod
 
 
 class Own:
@@ -423,15 +407,14 @@ def test_no_tokenizer_opens_a_socket(made):
 
 def test_a_dataset_does_not_decide_which_code_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    note = {
-        "tokenizer": {"kind": "subprocess:call", "files": {}, "size": 9, "eod": 2},
-        "tokenizer_files": ["touch", "ran"],
-    }
+    note = {"tokenizer": {"kind": "subprocess:call", "files": {}, "size": 9, "eod": 2}}
     with Writer("x", "u2") as writer:
         writer.note = note
         writer.add_document([1, 2])
+    Path("x.tokenizer").mkdir()
+    Path("x.tokenizer/hpclm.json").write_text('{"kind": "subprocess:call", "files": ["touch", "ran"]}')
     with pytest.raises(ConfigError, match=r"names the user-defined tokenizer 'subprocess:call'"):
-        of_run(DataConfig(prefix="x"))
+        tokenizer_folder.of_data(DataConfig(prefix="x"))
 
     assert cli.main(["data", "inspect", "x"]) == 0  # shows ids, and says why
     assert not (tmp_path / "ran").exists()

@@ -14,7 +14,7 @@ from hpclm.rundir import events, metrics_file
 
 FILES = (
     *("config.yaml", events.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt", "lock", "lock.beat"),
-    *("self-check.json", "checkpoints.saved", "summary.json", "chat.json"),
+    *("self-check.json", "checkpoints.saved", "summary.json"),
 )
 MARKS = ("config.yaml", events.NAME)
 """A run directory has at least one of these files."""
@@ -22,7 +22,7 @@ LASTING = (events.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt")
 """Files that grow line by line, and must survive a power cut."""
 MANIFEST = "MANIFEST.json"
 STEP = re.compile("step-[0-9]+")
-FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard")
+FOLDERS = ("checkpoints", "config-history", "logs", "job", "tensorboard", "tokenizer")
 TRUSTED = ("checkpoints", "logs", "job")  # created for their owner only, whatever the umask; may be links to elsewhere
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe"}
 BEFORE_A_RUN = re.compile(r"\..*|.*\.(out|err|log|sh|sbatch|slurm|ya?ml)|lost\+found|save-now|stop")

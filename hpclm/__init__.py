@@ -8,6 +8,7 @@
     sweep      train a run for each value of a setting
     submit     queue a job that trains, on Slurm for example
     open       open a run directory
+    load       the trained network as a PyTorch module
     compare    a table of several runs, the best first
     report     a page that compares several runs
     settings   settings from a preset or file, with changes
@@ -39,6 +40,7 @@ __all__ = [
     "RunConfig",
     "__version__",
     "compare",
+    "load",
     "open",
     "report",
     "selftest",
@@ -49,7 +51,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hpclm.api.functions import open, settings, submit, train
+    from hpclm.api.functions import load, open, settings, submit, train
     from hpclm.api.run import Run
     from hpclm.api.selftest import selftest
     from hpclm.api.several import compare, report, sweep
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from hpclm.config import RunConfig
 
 _WHERE = {
-    **dict.fromkeys(("open", "settings", "submit", "train"), "hpclm.api.functions"),
+    **dict.fromkeys(("load", "open", "settings", "submit", "train"), "hpclm.api.functions"),
     **dict.fromkeys(("compare", "report", "sweep"), "hpclm.api.several"),
     "Run": "hpclm.api.run",
     "selftest": "hpclm.api.selftest",

@@ -14,7 +14,7 @@ from hpclm.base import terminal
 from hpclm.base.errors import MACHINE, REFUSED, ArgumentError, ConfigError, HpclmError, Interrupted
 from hpclm.base.registry import hint
 from hpclm.config import elsewhere, fields, hints
-from hpclm.config.checks import MAX_INTEGER, shown
+from hpclm.config.checks import MAX_INTEGER, is_utf8, shown
 from hpclm.node import import_errors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -77,6 +77,18 @@ def fitted(value: Any, *kinds: Any) -> Any:
         with suppress(UnfitError):
             return _as_kind(value, kind)
     raise UnfitError(type(value).__name__)
+
+
+def prompts_of(prompt: str | list[str]) -> list[str]:
+    """A prompt, or the prompts of a list; ConfigError if they are not text."""
+    try:
+        prompts: list[str] = [fitted(prompt, str)] if isinstance(prompt, str) else fitted(prompt, TEXTS)
+    except UnfitError:
+        raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}") from None
+    broken = [shown(text) for text in prompts if not is_utf8(text)]
+    if broken:
+        raise ConfigError(f"the prompt {broken[0]} holds half a character (a lone surrogate)")
+    return prompts
 
 
 def _as_kind(value: Any, kind: Any) -> Any:

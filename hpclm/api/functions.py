@@ -1,16 +1,20 @@
-"""``hpclm.train``, ``hpclm.open``, ``hpclm.submit`` and ``hpclm.settings``."""
+"""``hpclm.train``, ``hpclm.open``, ``hpclm.load``, ``hpclm.submit`` and ``hpclm.settings``."""
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpclm.api import live
 from hpclm.api.checked import checked
 from hpclm.api.dataset import Data
-from hpclm.api.options import Base, Change, RunKeywords
+from hpclm.api.options import Base, Change, RunKeywords, words
 from hpclm.api.run import Run
 from hpclm.base import paths
 from hpclm.config import RunConfig
 from hpclm.rundir import runs
+
+if TYPE_CHECKING:
+    from hpclm.api.model import Model
 
 
 @checked
@@ -139,3 +143,27 @@ def open(run: str | os.PathLike[str]) -> Run:  # shadows the builtin, like gzip.
         ConfigError: ``run`` is not a run directory; the message names run directories.
     """
     return Run(runs.resolve(paths.expanded(os.fspath(run)), Path("runs")))
+
+
+@checked
+def load(run: str | os.PathLike[str], *changes: Change, step: int | None = None) -> "Model":
+    """The trained network of a run as a PyTorch module, on one device. Every network can be loaded, also with your own blocks.
+
+    >>> model = hpclm.load("runs/small", {"engine.device": "cpu"})
+    >>> logits = model(torch.tensor([model.tokenizer.encode("Once upon")]))
+
+    Args:
+        run: a run, its directory, or its name below runs.
+        changes: changes to the run's settings.
+        step: the step of the checkpoint; None: the newest.
+
+    Returns:
+        The module, in evaluation mode.
+
+    Raises:
+        ConfigError: there is no such run or checkpoint; the message names those that exist.
+    """
+    live.load_pytorch()
+    from hpclm.api.model import loaded
+
+    return loaded(runs.resolve(paths.expanded(os.fspath(run)), Path("runs")), words(changes), step)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpclm import config
 from hpclm.api import live
-from hpclm.api.checked import TEXTS, UnfitError, checked, fitted, positive
+from hpclm.api.checked import checked, positive, prompts_of
 from hpclm.api.options import Change, RunKeywords, words
 from hpclm.base import extras, files, paths
 from hpclm.base.errors import ConfigError, unread
 from hpclm.config import RunConfig
-from hpclm.config.checks import is_utf8, shown
 from hpclm.launch import jobs
 from hpclm.rundir.state import State
 
@@ -172,13 +171,7 @@ class Run(os.PathLike[str]):
         """
         from hpclm.inference.generation_settings import Limits, Sampling
 
-        try:
-            prompts = [fitted(prompt, str)] if isinstance(prompt, str) else fitted(prompt, TEXTS)
-        except UnfitError:
-            raise ConfigError(f"the prompt must be text, or a list of texts, not {type(prompt).__name__}") from None
-        broken = [shown(text) for text in prompts if not is_utf8(text)]
-        if broken:
-            raise ConfigError(f"the prompt {broken[0]} holds half a character (a lone surrogate)")
+        prompts = prompts_of(prompt)
         positive(batch=batch)
         limits = Limits(tokens, (stop,) if isinstance(stop, str) else tuple(stop))
         sampling = Sampling(temperature, top_k, top_p, seed)
@@ -186,7 +179,7 @@ class Run(os.PathLike[str]):
         from hpclm.inference.completion import Completer
 
         with live.computing():
-            completer = Completer(self.path, words(changes))
+            completer = Completer.of_run(self.path, words(changes))
             texts = [completion.text for completion in completer.complete_all(prompts, batch, limits, sampling)]
         if isinstance(prompt, str):
             return texts[0]

@@ -48,7 +48,7 @@ def main(
 
     from hpclm.inference.completion import Completer
 
-    completer = Completer(run, settings)
+    completer = Completer.of_run(run, settings)
     if interactive:
         from hpclm.inference.conversation import converse
 

@@ -10,7 +10,9 @@ from hpclm.checkpoint import directory
 from hpclm.inference import run_model, run_settings
 from hpclm.inference.generation import continue_all
 from hpclm.inference.generation_settings import Limits, Sampling
+from hpclm.model.stack import Stack
 from hpclm.preprocess import run_text
+from hpclm.preprocess.run_text import RunText
 
 log = logging.getLogger(__name__)
 SPARE = 8  # tokens beyond the longest stop string that are decoded to look for it
@@ -31,24 +33,32 @@ class Completion:
 
 
 class Completer:
-    """The model of a run's checkpoint, by default the newest, and its tokenizer."""
+    """A model and its text."""
 
-    def __init__(self, run: Path, overrides: list[str], checkpoint: Path | None = None):
-        config = run_settings.inference_settings(run, overrides)
-        self.text = run_text.of_run(run, config.data, config.model.vocab_size)
-        ignored = run_text.without_effect(self.text.folder.generation)
+    def __init__(self, model: Stack, text: RunText, step: int = 0):
+        """``step``: the step of the model's checkpoint."""
+        self.model = model
+        self.text = text
+        self.step = step
+        self._warned = False
+        ignored = run_text.without_effect(text.folder.generation)
         if ignored:
             log.warning("the model's own generation settings are not applied: %s", ", ".join(ignored))
+
+    @classmethod
+    def of_run(cls, run: Path, overrides: list[str], checkpoint: Path | None = None) -> "Completer":
+        """The model of a run's ``checkpoint``, by default the newest."""
+        config = run_settings.inference_settings(run, overrides)
+        text = run_text.of_run(run, config.data, config.model.vocab_size)
         compute = run_model.place(config)
-        fingerprint = self.text.tokenizer.fingerprint
+        fingerprint = text.tokenizer.fingerprint
         if checkpoint is None:
             model, progress = run_model.load_model(run, config, fingerprint, compute)
         else:
             good = directory.locate(checkpoint)
             model, progress = run_model.load_checkpoint(*good, config, fingerprint, compute)
-        self.step = progress.step
-        self.model = model.to(compute.dtype)  # layers would cast their weights for every token
-        self._warned = False
+        # layers would cast their weights for every token
+        return cls(model.to(compute.dtype), text, progress.step)
 
     def complete_all(
         self, prompts: Sequence[str], size: int, limits: Limits, sampling: Sampling

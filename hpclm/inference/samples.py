@@ -27,7 +27,7 @@ def samples(run: Path, prompt: str, max_checkpoints: int) -> dict[int, str]:
 
     written = {}
     for checkpoint in chosen:
-        completer = Completer(run, [], checkpoint)
+        completer = Completer.of_run(run, [], checkpoint)
         [done] = completer.complete([prompt], Limits(SAMPLE_TOKENS), Sampling())
         written[completer.step] = done.text
     return written

@@ -104,7 +104,7 @@ def test_prompts_are_the_lines_that_preprocess_reads(content, run, tmp_path, mon
 
 
 def test_a_stop_string_ends_the_text_before_it(run):
-    completer, drawn = Completer(run, []), Sampling(temperature=1.0, seed=7)
+    completer, drawn = Completer.of_run(run, []), Sampling(temperature=1.0, seed=7)
 
     def text(*stop):
         (done,) = completer.complete(["so"], Limits(60, stop), drawn)
@@ -129,7 +129,7 @@ def test_interactive_continues_the_text_line_by_line(run, monkeypatch, capsys):
 def test_a_line_continues_the_text_so_far_with_numbers_of_its_own_and_a_cleared_text_is_forgotten(
     run, monkeypatch, capsys
 ):
-    completer, drawn = Completer(run, []), Sampling(temperature=1.0, seed=3)
+    completer, drawn = Completer.of_run(run, []), Sampling(temperature=1.0, seed=3)
 
     def said(text, *typed, stop=()):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in typed)))

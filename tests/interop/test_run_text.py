@@ -203,7 +203,7 @@ def test_ids_and_greedy_text_of_an_import_and_its_export_are_those_of_transforme
     assert cli.main(["convert", str(folder.path), str(tmp_path / "run")]) == 0
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "export")]) == 0
     settings = ["engine.device=cpu", "engine.precision=fp32"]
-    completer = Completer(tmp_path / "run", settings)
+    completer = Completer.of_run(tmp_path / "run", settings)
     original, export = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("hf", "export"))
     marked = [f"{''.join(folder.marks)} so{mark}it {mark} goes" for mark in folder.marks]
     messages = chats.said("so it", "goes", "and then")

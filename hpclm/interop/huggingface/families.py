@@ -38,7 +38,8 @@ def of_network(config: ModelConfig) -> Family:
     for family in candidates:
         if family.covers(config):
             return family
-    raise ConfigError(["this network has no Hugging Face form:", *nearest_obstacles(config, candidates)])
+    way_out = "hpclm.load(RUN) gives it in Python, as a PyTorch module"
+    raise ConfigError(["this network has no Hugging Face form:", *nearest_obstacles(config, candidates), way_out])
 
 
 def nearest_obstacles(config: ModelConfig, candidates: Sequence[Family] = WRITTEN) -> list[str]:

@@ -133,13 +133,13 @@ class Control:
         """The index in STOPS of the pending request. ``now``: look at the files even if they were checked a moment ago."""
         if self.control_files is None:
             return 0
-        asked = {
+        pending = {
             FAILED: FAILED in self._of_callbacks,
             "stop": self.control_files.requested("stop", now),
             KILL_SWITCH: self.control_files.requested(KILL_SWITCH),
             CALLBACKS: "stop" in self._of_callbacks,
         }
-        return max((STOPS.index(name) for name, is_pending in asked.items() if is_pending), default=0)
+        return max((STOPS.index(name) for name, is_pending in pending.items() if is_pending), default=0)
 
     def _state(self, reduced: Mapping[str, float]) -> ControlState:
         """The state that reduced values describe."""

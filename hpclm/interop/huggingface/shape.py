@@ -217,14 +217,9 @@ def kinds_of_positions(tree: Json) -> dict[str, Any]:
         return far | kinds
     if near["rope.fraction"] != far["rope.fraction"] or near["rope.scaling"] not in ({}, far["rope.scaling"]):
         raise ConfigError("rope_parameters: layers with a window are scaled differently from the others")
-    return (
-        far
-        | kinds
-        | {
-            "rope.window_base": other_base(near["rope.base"], far["rope.base"]),
-            "rope.window_scaled": near["rope.scaling"] == far["rope.scaling"],
-        }
-    )
+    base = other_base(near["rope.base"], far["rope.base"])
+    scaled = near["rope.scaling"] == far["rope.scaling"]
+    return far | kinds | {"rope.window_base": base, "rope.window_scaled": scaled}
 
 
 def other_base(window: float, base: float) -> float | None:

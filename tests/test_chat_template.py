@@ -1,5 +1,6 @@
 """What a run was tuned with is part of the run: chat template, special tokens and end of turn, from preprocess to exports."""
 
+import io
 import json
 import random
 
@@ -368,3 +369,29 @@ def test_a_tokenizer_with_added_tokens_keeps_the_ends_of_the_base(extends, tmp_p
     assert back.convert_tokens_to_ids("<|over|>") == over and "<|over|>" in back.get_added_vocab()
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "back")
     assert generation.eos_token_id == ([1, 2, over] if extends else [1, over]) and generation.bos_token_id == 0
+
+
+def test_a_conversation_at_the_prompt_is_that_of_the_template(made, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("what is this?\n\nhello\n/clear\nwhat is this?\n/exit\nnever read\n"))
+    here("generate", made / "runs/tuned", "--chat", "--temperature", "0", "--tokens", "9", "engine.device=cpu")
+    shown = capsys.readouterr().out.splitlines()
+    theirs = transformers.AutoTokenizer.from_pretrained(made / "runs/tuned/tokenizer")
+    talk = QUESTION
+    expected = []
+    for turn in ("hello", None):
+        prompt = theirs.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+        answer = generated("runs/tuned", prompt, cwd=made)["text"]
+        expected.append(answer)
+        talk = [*talk, {"role": "assistant", "content": answer.strip()}, {"role": "user", "content": turn}]
+    assert shown == [*expected, expected[0]] and expected[0] == "hello"
+
+
+def test_a_run_without_a_template_is_no_partner_and_samples_are_several(made):
+    refused = hpclm("generate", "runs/base", "--chat", cwd=made, check=64).stderr
+    assert "runs/base has no chat template: its model was not tuned on conversations" in refused
+    words = ["generate", "runs/base", "--prompt", "so", "--tokens", "9", "--json", "engine.device=cpu"]
+    three = hpclm(*words, "--samples", "3", cwd=made, check=0).stdout.splitlines()
+    assert len({json.loads(line)["text"] for line in three}) == 3
+    assert three[0] == hpclm(*words, cwd=made, check=0).stdout.strip()
+    for wrong in (["--chat", "--prompt", "x"], ["--chat", "--samples", "2"], []):
+        hpclm("generate", "runs/base", *wrong, cwd=made, check=2)

@@ -3,15 +3,18 @@
 import json
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from hpclm.base import paths
-from hpclm.base.errors import UsageError
+from hpclm.base import extras, paths
+from hpclm.base.errors import ConfigError, UsageError
 from hpclm.base.terminal import say
 from hpclm.inference import texts
 from hpclm.inference.generation_settings import Limits, Sampling
 from hpclm.parser import Parser, whole
 from hpclm.rundir import runs
+
+if TYPE_CHECKING:
+    from hpclm.inference.completion import Completer
 
 
 def main(
@@ -22,6 +25,8 @@ def main(
     prompts: str | None,
     format: Literal["lines", "jsonl"] | None,
     interactive: bool,
+    chat: bool,
+    samples: int,
     batch: int,
     tokens: int,
     stop: list[str],
@@ -34,8 +39,12 @@ def main(
     """Print continuations of the prompts, or continue texts interactively."""
     if prompts and (prompt is not None or interactive):
         raise UsageError("--prompts goes with neither --prompt nor --interactive")
-    if prompt is None and not prompts and not interactive:
-        raise UsageError("give --prompt TEXT, --prompts FILE or --interactive")
+    if prompt is None and not prompts and not interactive and not chat:
+        raise UsageError("give --prompt TEXT, --prompts FILE, --interactive or --chat")
+    if chat and (prompt is not None or prompts or interactive):
+        raise UsageError("--chat reads your turns from standard input; give no prompt and no --interactive")
+    if samples > 1 and (interactive or chat):
+        raise UsageError("--samples is for --prompt and --prompts")
     if format and not prompts:
         raise UsageError("--format is for --prompts")
     limits = Limits(tokens, tuple(stop))
@@ -49,12 +58,16 @@ def main(
     from hpclm.inference.completion import Completer
 
     completer = Completer.of_run(run, settings)
+    if chat:
+        _chat(run, completer, limits, sampling)
+        return 0
     if interactive:
         from hpclm.inference.conversation import converse
 
         converse(completer, "".join(given), limits, sampling)
         return 0
-    for done in completer.complete_all(given, batch, limits, sampling):
+    repeated = [text for text in given for _ in range(samples)]
+    for done in completer.complete_all(repeated, batch, limits, sampling):
         if as_json or prompts:
             print(json.dumps(vars(done)), flush=True)
             continue
@@ -64,6 +77,23 @@ def main(
         else:
             print(text)
     return 0
+
+
+def _chat(run: Path, completer: "Completer", limits: Limits, sampling: Sampling) -> None:
+    """Hold a conversation with the run's chat template; ConfigError without one."""
+    from hpclm.inference.conversation import chat
+    from hpclm.preprocess.chat import prompt_for
+
+    folder = completer.text.folder
+    template = folder.template
+    if template is None:
+        raise ConfigError(
+            f"{run} has no chat template: its model was not tuned on conversations; use --interactive, which continues text"
+        )
+    problem = extras.missing("--chat", "transformers")
+    if problem:
+        raise ConfigError(problem)
+    chat(completer, lambda messages: prompt_for(messages, template, folder.tokens), limits, sampling)
 
 
 def parser() -> Parser:
@@ -78,6 +108,12 @@ def parser() -> Parser:
     add("--format", choices=["lines", "jsonl"], help="with --prompts: format of FILE; default: by its name and content")
     interactive = "read lines from the terminal, and continue the text after each; an empty line continues further, /help lists commands"
     add("--interactive", action="store_true", help=interactive)
+    add(
+        "--chat",
+        action="store_true",
+        help="a conversation with the run's chat template: each line is your turn, until Ctrl-D",
+    )
+    add("--samples", type=whole(1), default=1, metavar="N", help="continuations of each prompt (default: 1)")
     add("--batch", type=whole(1), default=16, help="prompts per batch (default: 16)")
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default: 100)")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")

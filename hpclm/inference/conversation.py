@@ -1,7 +1,8 @@
-"""Continues lines typed in a terminal with a run's model."""
+"""Continues or answers lines typed in a terminal with a run's model."""
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 from hpclm.base import terminal
@@ -10,6 +11,7 @@ from hpclm.base.terminal import say
 from hpclm.inference.completion import Completer
 from hpclm.inference.generation_settings import Limits, Sampling
 
+Render = Callable[[list[dict[str, str]]], str]
 COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
 """Commands, typed alone on a line."""
 
@@ -39,6 +41,31 @@ def converse(completer: Completer, text: str, limits: Limits, sampling: Sampling
         text += line.rstrip("\n")
         text += _streamed(completer, text, limits, replace(sampling, first=turn))
         turn += 1
+
+
+def chat(completer: Completer, render: Render, limits: Limits, sampling: Sampling) -> None:
+    """Answer each typed line as the assistant, in a conversation that goes on until the input ends. ``render``: the text of the messages."""
+    if sys.stdin.isatty():
+        say(
+            "Each line is your turn. /clear begins a new conversation, Ctrl-C stops an answer, Ctrl-D exits.",
+            file=sys.stderr,
+        )
+    messages: list[dict[str, str]] = []
+    turn = 0
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        command = line.strip()
+        if not line or command == "/exit":
+            return
+        if command == "/clear":
+            messages = []
+        elif command:
+            messages.append({"role": "user", "content": command})
+            answer = _streamed(completer, render(messages), limits, replace(sampling, first=turn))
+            messages.append({"role": "assistant", "content": answer.strip()})
+            turn += 1
 
 
 def _reply(command: str) -> str:

@@ -2,11 +2,11 @@
 
 If a template marks the assistant's text ({% generation %}), the marks count. Otherwise the assistant's text begins after the generation
 prompt (add_generation_prompt) and ends with the turn; white space after the token that ends the turn does not count. A template is refused
-if the generation prompt, or the text so far, changes with later messages.
+if its generation prompt changes the text before it.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,8 @@ FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "valu
 """Maps the key of a conversation's messages to the keys of a message's role and text, and to the names of roles."""
 CHANGE_TEXT = ("tools", "documents")
 """Keys of a conversation that templates read, but hpclm does not."""
-READ = (*FORMS, *CHANGE_TEXT)
+ALPACA = {"instruction", "output"}
+READ = (*FORMS, *CHANGE_TEXT, "instruction", "input", "output")
 """Keys of a conversation that matter."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -86,6 +87,8 @@ def read_conversation(line: bytes) -> list[Message]:
     record = read_object(line, "with the key 'messages' or 'conversations'")
     if record is None:
         return []
+    if record.keys() >= ALPACA:
+        record = _of_alpaca(record)
     forms = [key for key in FORMS if key in record]
     if len(forms) != 1:
         raise UnreadableLineError(
@@ -102,6 +105,13 @@ def read_conversation(line: bytes) -> list[Message]:
     if all(message["role"] != "assistant" for message in conversation):
         raise UnreadableLineError("no answer", " has no message of the assistant, so there is nothing to learn")
     return conversation
+
+
+def _of_alpaca(record: dict[str, Any]) -> dict[str, Any]:
+    """A row with an instruction, an input that may be empty, and an output, as a conversation."""
+    asked = [text_of(record["instruction"], "'instruction'"), text_of(record.get("input") or "", "'input'")]
+    question = {"role": "user", "content": "\n\n".join(filter(None, asked))}
+    return {"messages": [question, {"role": "assistant", "content": text_of(record["output"], "'output'")}]}
 
 
 def _message(message: Any, name: str, role: str, content: str, roles: dict[str, str]) -> Message:
@@ -128,10 +138,11 @@ def _content(content: Any, name: str) -> str:
     return "".join(text_of(part.get("text"), f"{name}, in a part,") for part in content)
 
 
-def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tuple[str, list[Span]]:
+def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> list[tuple[str, list[Span]]]:
     """The text of a conversation, and the spans of its characters that count. UnreadableLineError for a conversation or template that
     cannot be used.
 
+    If the template rewrites earlier turns, as those of reasoning models do, there is a text for each answer, as the model would see it.
     ``ends``: the tokenizer's special tokens; any of them may end a turn.
     """
     if MARKED.search(chat.template):
@@ -140,27 +151,40 @@ def rendered(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tupl
         if all(begin == end for begin, end in spans):
             raise UnreadableLineError("nothing marked", ": the chat template marks nothing as the assistant's")
         _check_roles(messages, chat)
-        return text, spans
+        return [(text, spans)]
     text = _render(messages, chat)[0]
-    spans = []
-    _check_complete(messages, text)
     _check_roles(messages, chat)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        asked = _render(messages[:number], chat, prompt=True)[0]
-        answered = _render(messages[: number + 1], chat)[0]
-        if not (answered.startswith(asked) and text.startswith(answered)):
-            when = "asks for" if text.startswith(answered) else "continues after"
-            raise UnreadableLineError(
-                "inconsistent template",
-                f": when the chat template {when} message {number + 1}, it changes earlier text, so the assistant's text cannot be "
-                "located; give --chat-template FILE, a version with {% generation %} marks",
-            )
-        bare = answered.rstrip()
-        end = max(len(asked), len(bare)) if bare.endswith(ends) else len(answered)
-        spans.append((len(asked), end))
-    return text, spans
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [_answer(messages[: number + 1], chat, ends) for number in numbers]
+    if all(text.startswith(answered) for answered, _ in answers):
+        _check_complete(messages, text)
+        return [(text, [span for _, span in answers])]
+    for number, (answered, _) in zip(numbers, answers, strict=True):
+        _check_complete([one for one in messages[:number] if one["role"] != "assistant"] + [messages[number]], answered)
+    return [(answered, [span]) for answered, span in answers]
+
+
+def _answer(messages: list[Message], chat: Chat, ends: tuple[str, ...]) -> tuple[str, Span]:
+    """The text of a conversation up to its last message, an answer, and the span of that answer."""
+    asked = _render(messages[:-1], chat, prompt=True)[0]
+    answered = _render(messages, chat)[0]
+    if not answered.startswith(asked):
+        raise UnreadableLineError(
+            "inconsistent template",
+            f": when the chat template asks for message {len(messages)}, it changes earlier text, so the assistant's text cannot be "
+            "located; give --chat-template FILE, a version with {% generation %} marks",
+        )
+    bare = answered.rstrip()
+    end = max(len(asked), len(bare)) if bare.endswith(ends) else len(answered)
+    return answered, (len(asked), end)
+
+
+def prompt_for(messages: list[Message], template: str, tokens: Mapping[str, str]) -> str:
+    """The text of ``messages`` that asks for the assistant's next one; ConfigError if the template refuses them."""
+    try:
+        return _render(messages, Chat(template, tuple(tokens.items()), 0), prompt=True)[0]
+    except UnreadableLineError as error:
+        raise ConfigError(f"the conversation cannot be rendered{error}") from None
 
 
 def _check_complete(messages: list[Message], text: str) -> None:

@@ -154,21 +154,25 @@ class Conversation(NamedTuple):
     """The counted tokens that end answers."""
 
 
-def _conversation(line: bytes, job: EncodeJob, chat: Chat) -> Conversation | None:
-    """The conversation of a line; None for a blank line. UnreadableLineError for an invalid line."""
+def _conversation(line: bytes, job: EncodeJob, chat: Chat) -> list[Conversation]:
+    """The conversation of a line, or one for each of its answers (see ``rendered``); none for a blank line. UnreadableLineError for an
+    invalid line."""
     messages = read_conversation(line)
     if not messages:
-        return None
+        return []
     tokenizer: Any = tokenizer_of(job)  # built from a tokenizer.json
-    text, spans = rendered(messages, chat, tokenizer.special)
-    marked = tokenizer.marked(text, spans)
-    return Conversation(marked.ids, marked.counts, marked.spanning, learned_ends(text, spans, tokenizer.added))
+    found = []
+    for text, spans in rendered(messages, chat, tokenizer.special):
+        marked = tokenizer.marked(text, spans)
+        ends = learned_ends(text, spans, tokenizer.added)
+        found.append(Conversation(marked.ids, marked.counts, marked.spanning, ends))
+    return found
 
 
-def _conversations(given: list[Conversation | None], job: EncodeJob, chat: Chat) -> list[Column]:
+def _conversations(given: list[list[Conversation]], job: EncodeJob, chat: Chat) -> list[Column]:
     """The tokens of conversations, and their loss mask."""
     longest = chat.context + 1
-    read = [conversation for conversation in given if conversation]
+    read = [conversation for line in given for conversation in line]
     short = [conversation for conversation in read if len(conversation.tokens) <= longest]
     cut = len(read) - len(short)
     dropped = 0

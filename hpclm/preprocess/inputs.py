@@ -18,6 +18,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import orjson
+
 from hpclm.base.errors import ConfigError
 from hpclm.base.files import readable, reader
 from hpclm.preprocess import folders, tables
@@ -340,12 +342,23 @@ def _opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO | None]]:
                 yield io.BufferedReader(_Pieces(decompressed(raw)), CHUNK), raw
             elif source.storage == "table":
                 yield io.BufferedReader(_Pieces(tables.json_lines(raw, source.path, source.columns)), CHUNK), raw
+            elif source.storage == "array":
+                yield io.BufferedReader(_Pieces(_rows_of_array(raw, source.path)), CHUNK), raw
             else:
                 yield raw, raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(
                 f"{source.path} is truncated, corrupt, or not a {suffix} file: {error}; copy or create it again"
             ) from None
+
+
+def _rows_of_array(file: BinaryIO, path: str) -> Iterator[bytes]:
+    """The elements of a JSON array as JSON lines; memory holds them all. ConfigError if the file is something else."""
+    try:
+        rows = orjson.loads(file.read().removeprefix(BOM))
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{path} begins like a JSON array, but is none: {error}") from None
+    yield from (orjson.dumps(row) + b"\n" for row in rows)
 
 
 class _Pieces(io.RawIOBase):

@@ -21,7 +21,7 @@ from hpclm.base.files import reader, typed
 Format = Literal["jsonl", "lines", "files"]
 PlainFormat = Literal["lines", "files"]
 """Format of text that is neither JSON lines nor a table."""
-Storage = Literal["", "gz", "zst", "table"]
+Storage = Literal["", "gz", "zst", "table", "array"]
 
 BEGINNING = 1 << 13  # bytes of text to examine
 PACKED: dict[str, Storage] = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst"}
@@ -71,6 +71,13 @@ def kind_of(path: str, format: Format | None, plain: PlainFormat = "files") -> F
         if format not in (None, "jsonl"):
             raise ConfigError(f"{path}: the rows of a table are read as --format jsonl")
         return FileKind("jsonl", storage)
+    if (
+        not storage
+        and suffix == ".json"
+        and format in (None, "jsonl")
+        and content.removeprefix(BOM).lstrip()[:1] == b"["
+    ):
+        return FileKind("jsonl", "array")
     if format is None:
         content = _beginning(path, storage)
         _refuse_binary(path, content)

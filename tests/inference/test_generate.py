@@ -167,7 +167,7 @@ def test_a_run_may_be_named_below_runs(run, capsys):
 @pytest.mark.parametrize(
     "words, code, said",
     [
-        ([], 2, "give --prompt TEXT, --prompts FILE or --interactive"),
+        ([], 2, "give --prompt TEXT, --prompts FILE, --interactive or --chat"),
         (["--prompts", "p", "--prompt", "x"], 2, "goes with neither"),
         (["--prompt", "x", "--top-p", "0"], 2, "--top-p 0.0 must be more than 0"),
         (["--prompt", "x", "--tokens", "0"], 2, "--tokens 0 must be at least 1"),

@@ -52,7 +52,8 @@ def test_what_counts_is_what_the_marked_template_says_with_and_without_marks(sty
         for template in (MARKED[style], PLAIN[style]):
             (folder / "chat_template.jinja").write_text(template)
             chat = chat_of(str(file), None, 100, "cut")
-            ids, counts, _ = ours.marked(*rendered(messages, chat, ours.special))
+            [text_and_spans] = rendered(messages, chat, ours.special)
+            ids, counts, _ = ours.marked(*text_and_spans)
             assert ids.tolist() == truth["input_ids"], name
             assert counts.tolist() == [bool(mark) for mark in truth["assistant_masks"]], (name, template)
             compared += counts.any() and not counts.all()
@@ -151,11 +152,6 @@ BAD = {
         FORGETS,
         "leaves out or changes the system message",
     ),
-    "changed turns": (
-        line(said("a", "b", "c", "d")),
-        LAST_ONLY,
-        "when the chat template continues after message 2, it changes earlier text",
-    ),
     "another prompt": (
         line(said("a", "b")),
         OTHER_PROMPT,
@@ -175,6 +171,39 @@ def test_a_line_that_is_refused_is_named_and_no_dataset_stays(bad, template, mes
     shown = capsys.readouterr().err
     assert f"c.jsonl:{len(lines)}" in shown and message in shown
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_a_sample_for_each_answer(run, folder):
+    """As those of reasoning models, which leave out earlier thoughts."""
+    chat = [SYSTEM, *said("hello", "there", "what is this?", "a user")]
+    assert run([line(chat)], "--context", 200, template=LAST_ONLY) == 0
+    data, mask = IndexedDataset("out_chat"), IndexedDataset("out_chat_loss")
+    ours = TokenizerJson([str(folder / "tokenizer.json")])
+    learned = [ours.decode(data.tokens(i)[mask.tokens(i) == 1].tolist()) for i in range(len(data))]
+    assert learned == ["<s>there</s>", "<s>a user</s>"]
+    whole = [ours.decode(data.tokens(i).tolist()) for i in range(len(data))]
+    begun = f"system:{SYSTEM['content']}</s>user:hello</s>assistant:"
+    assert whole == [f"{begun}<s>there</s>", f"{begun}there</s>user:what is this?</s>assistant:<s>a user</s>"]
+    shout = LAST_ONLY.replace("message['content'] +", "message['content'] | upper +")
+    assert run([line(chat)], "--overwrite", template=shout) == 64
+
+
+def test_rows_of_alpaca_and_a_json_array_are_conversations(run, folder):
+    rows = [
+        {"instruction": "hello", "input": "", "output": "there", "text": "ignored"},
+        {"instruction": "hello", "input": "a user", "output": "there"},
+        {"messages": said("hello\n\na user", "there")},
+    ]
+    assert run([json.dumps(row) + "\n" for row in rows]) == 0
+    data = IndexedDataset("out_chat")
+    documents = [data.tokens(i).tolist() for i in range(3)]
+    assert documents[1] == documents[2] != documents[0]
+    (folder / "array.json").write_text(json.dumps(rows, indent=1))
+    assert run(["x"], "--overwrite", "--chat", "array.json") == 0
+    again = IndexedDataset("out_chat")
+    assert [again.tokens(i).tolist() for i in range(3)] == documents
+    (folder / "array.json").write_text("[{}, ")
+    assert run(["x"], "--overwrite", "--chat", "array.json") == 64
 
 
 NO_END = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"

@@ -94,7 +94,7 @@ def test_an_answer_follows_the_tokens_of_the_prompt_alone(template, space, token
     chat = _chat(path, template.replace("SPACE", space))
     for name, answer in ANSWERS.items():
         messages = [*said("capital of France", answer), *said("and?", answer)]
-        text, spans = rendered(messages, chat, ours.special)
+        [(text, spans)] = rendered(messages, chat, ours.special)
         whole = ours.model.encode(text, add_special_tokens=False)
         ids, counts, spanning = ours.marked(text, spans)
         assert not spanning and ours.decode(ids.tolist()) == ours.decode(whole.ids), name
@@ -109,7 +109,7 @@ def test_an_answer_follows_the_tokens_of_the_prompt_alone(template, space, token
 def test_where_no_token_spans_the_bound_the_text_has_the_tokens_of_the_whole(answer, tokenizer):
     path, ours = tokenizer
     chat = _chat(path, (TURNS + PROMPT).replace(":SPACE", END))
-    text, spans = rendered(said("capital of France", answer, "and?", answer), chat, ours.special)
+    [(text, spans)] = rendered(said("capital of France", answer, "and?", answer), chat, ours.special)
     assert ours.marked(text, spans).ids.tolist() == ours.model.encode(text, add_special_tokens=False).ids
 
 

@@ -32,6 +32,7 @@ REFUSED = (
             *("stage3_gather_fp16_weights_on_model_save", "cpu_offload", "cpu_offload_param"),
             *("offload_optimizer.device", "offload_optimizer.nvme_path", "offload_optimizer.ratio"),
             *("offload_optimizer.super_offload", "offload_param.device", "offload_param.nvme_path"),
+            "zero_quantized_nontrainable_weights",
         )
     ),
 )
@@ -122,6 +123,9 @@ def unsuitable(config: RunConfig) -> Iterator[str]:
             f"engine.offload_folder={config.engine.offload_folder} needs engine.zero_stage=3; at stage {stage} "
             f"DeepSpeed would use CPU memory"
         )
+    if config.model.freeze:
+        for setting in _of_one_type(config.engine):
+            yield f"model.freeze does not work with {setting}: DeepSpeed then keeps all weights in the compute type; leave it out"
     if config.engine.compile and config.model.block not in BLOCKS:
         yield (
             f"engine.compile=true does not work with DeepSpeed and model.block={config.model.block}: its replicas must compile the same "
@@ -135,6 +139,15 @@ def unsuitable(config: RunConfig) -> Iterator[str]:
     flat = derived(smallest, None if precision == "auto" else precision)
     del flat["gradient_accumulation_steps"]
     yield from problems(config.engine, flat)
+
+
+def _of_one_type(engine: EngineConfig) -> Iterator[str]:
+    """The settings with which weights cannot be of different types, as frozen ones in fp32 are."""
+    if engine.offload == "parameters" and engine.offload_folder:
+        yield f"engine.offload_folder={engine.offload_folder} and engine.offload=parameters"
+    key = "zero_optimization.use_all_reduce_for_fetch_params"
+    if key in flattened(engine.extra):
+        yield f"engine.extra.{key}"
 
 
 def problems(engine: EngineConfig, flat: Flat) -> Iterator[str]:

@@ -258,8 +258,7 @@ class MiniatureRun:
             mesh = self.compute.alone.mesh
             slices = dict(begin=0, values=None, replicas=SINGLE, local_range=None, holders=None)
         weights = [
-            replace(weight, parameter=nn.Parameter(given(weight, weight.parameter), weight.trained), **slices)
-            for weight in run.weights
+            replace(weight, parameter=nn.Parameter(given(weight, weight.parameter)), **slices) for weight in run.weights
         ]
         optimizer, state, _ = optimizer_for(weights, replace(self.settings, optim=self._optim(exact, plain)), mesh)
         for group in optimizer.param_groups:
@@ -370,4 +369,4 @@ def _copies(engine: BaseEngine) -> Iterator[ShardedParameter]:
         values = engine.state.values(weight)
         if held.values is not None:
             values = values.flatten()[: held.count]
-        yield replace(held, parameter=nn.Parameter(values.clone(), weight.trained), values=None)
+        yield replace(held, parameter=nn.Parameter(values.clone()), values=None)

@@ -119,7 +119,8 @@ class ClipUpdate(UpdateGuard):
         # the norm of an update is known only after it
         back = [weight.clone() for weight in weights]
         yield bad
-        torch._foreach_sub_(back, weights)
+        if weights:  # a pipeline stage may train none
+            torch._foreach_sub_(back, weights)
         size = self.norm(back) / self.lr
         size = size.where(bad == 0, torch.nan)[None]
         limit = self.limits(size)

@@ -101,13 +101,17 @@ def flops_per_token(config: ModelConfig, causal: bool = True) -> float:
     that a token goes to are included. The gradient of a frozen weight, a third of its products, is not computed.
     """
     multiplied = sum(products(config, layer) for layer in config.blocks) + config.hidden * config.padded_vocab
-    of_output = "tokens.weight" if config.tied else "output.weight"
-    frozen = sum(
-        weight.active
-        for name, weight in network(config)
-        if weight.is_matrix and config.freezes(name) and (name.startswith("block") or name == of_output)
-    )
-    return 6 * multiplied - 2 * frozen + config.layers * 12 * attended(config, causal) * config.core_width
+    of_attention = config.layers * 12 * attended(config, causal) * config.core_width
+    return 6 * multiplied - 2 * _frozen_products(config) + of_attention
+
+
+def _frozen_products(config: ModelConfig) -> int:
+    """Parameters of the frozen matrices that multiply any one token."""
+    if not config.freeze:
+        return 0
+    output = "tokens.weight" if config.tied else "output.weight"
+    named = [(name, weight) for name, weight in network(config) if name.startswith("block") or name == output]
+    return sum(weight.active for name, weight in named if weight.is_matrix and config.freezes(name))
 
 
 def recompute_flops(config: ModelConfig, recompute: str) -> float:

@@ -103,7 +103,8 @@ def update(optimizer: torch.optim.Optimizer, norm: Tensor, limit: float, scale: 
     # this waits for the device: unfused optimizers cannot skip on the device
     elif not bad:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(gradients, coefficient / scale)
+        if gradients:  # a pipeline stage may train no weight
+            torch._foreach_mul_(gradients, coefficient / scale)
         optimizer.step()
 
 

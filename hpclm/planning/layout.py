@@ -179,8 +179,10 @@ def ends(model: ModelConfig, stage: Stage) -> Iterator[tuple[str, Weight]]:
 
 def frozen(model: ModelConfig, layout: Layout, stage: Stage, of_experts: bool) -> float:
     """Parameters of one GPU of a stage that model.freeze matches: those of experts, or all others."""
+    if not model.freeze:
+        return 0.0
     named = [] if of_experts else [*ends(model, stage)]
-    for number, layer in zip(stage.numbers if model.freeze else (), stage.blocks, strict=False):
+    for number, layer in zip(stage.numbers, stage.blocks, strict=True):
         table = weights.of_block(model, layer, layout.split_experts)
         named += [
             (f"block{number}.{name}", weight) for name, weight in table.items() if bool(weight.stack) == of_experts

@@ -20,7 +20,7 @@ GELUS |= dict(gelu_fast="gelu_tanh", gelu_accurate="gelu_tanh", gelu_python_tanh
 LAYERNORM = dict(norm="layernorm", bias=True)
 """Settings of older classes."""
 UNWRITTEN = f"""
-    vocab_size vocab_multiple context dropout attention.dropout init_std kernels attention.kernel {" ".join(COEFFICIENTS)}"""
+    vocab_size vocab_multiple context dropout attention.dropout init_std kernels attention.kernel freeze {" ".join(COEFFICIENTS)}"""
 """Settings that the weights and logits of a class do not depend on, or that all classes describe."""
 NEEDED = ("experts.count", "attention.latent.kv_rank")
 """Settings that may be 0 in hpclm, but not in a class that has them."""

@@ -69,7 +69,7 @@ CHECKS = (
 """The checks of a submission."""
 
 
-def _check_names(run: RunConfig, with_sinks: bool) -> None:
+def _check_names(run: RunConfig, same_python: bool) -> None:
     """ConfigError if the user's own code, package.module:Name, cannot be loaded."""
     names: list[tuple[str, str, Mapping[str, str], str]] = [
         ("model.block", run.model.block, BLOCKS, "hpclm.model.gpt"),
@@ -96,8 +96,8 @@ def _check_names(run: RunConfig, with_sinks: bool) -> None:
         check_weights(_for_engine(run), specs)
     if run.optim.name not in OPTIMIZERS:
         _check_optimizer(run)
-    callbacks.load(run.train.callbacks)
-    if with_sinks:
+    if same_python:  # they may use libraries that training does not need
+        callbacks.load(run.train.callbacks)
         for name in set(run.log.sinks).difference(SINKS):
             sinks.lookup(name)
 

@@ -45,6 +45,7 @@ GROUPS = {
     "models": {
         "generate": "continue a prompt with a run's model",
         "evaluate": "measure the loss of a run's model on held-out data",
+        "average": "write the mean of several checkpoints as a new run",
         "convert": "convert weights to Hugging Face or GGUF, and from Hugging Face or Megatron",
     },
     "help": {

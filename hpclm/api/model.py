@@ -1,9 +1,7 @@
 """The trained network of a run as a PyTorch module: ``hpclm.load``."""
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +52,7 @@ class Model(nn.Module):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer, with ``encode``, ``decode`` and ``eod``; ConfigError if the run has none."""
+        """The run's tokenizer, with encode(), decode() and eod; ConfigError if the run has none."""
         return self._texts.tokenizer
 
     @property
@@ -97,11 +95,7 @@ class Model(nn.Module):
         `hpclm train ... checkpoint.init_from=OUT` trains it further. ConfigError if ``out`` exists.
         """
         target = Path(paths.expanded(os.fspath(out)))
-        settings = replace(self.settings, name=target.name, out=str(target))
-        with interop.fresh(target, mode=0o700) as staging:
-            if (self._run / "tokenizer").is_dir():
-                shutil.copytree(self._run / "tokenizer", staging / "tokenizer")
-            interop.save(staging, settings, _Weights(self.stack))
+        interop.save_beside(self._run, target, self.settings, _Weights(self.stack))
         return target
 
 

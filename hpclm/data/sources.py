@@ -40,8 +40,8 @@ class Source(Protocol):
     """The data of a run; ``split`` is "train", "valid", "test", or the name of a further validation set.
 
     Optional members: ``check_content() -> list[str]`` verifies some of the data when a run starts, and describes the result.
-    ``without_effect() -> list[str]`` names settings without effect on these data, with reasons. ``chat`` is the ChatRecord of
-    conversations, or None. ``check(split, requested)`` raises the ConfigError of ``samples`` without reading samples.
+    ``without_effect() -> list[str]`` names settings without effect on these data, with reasons.
+    ``check(split, requested)`` raises the ConfigError of ``samples`` without reading samples.
     ``bytes_per_token(split)`` is the mean number of bytes of text per token, for bits per byte; None if unknown.
     """
 

@@ -1,7 +1,7 @@
 """The folder with a tokenizer and all that belongs to its text: the tokens that begin and end a text, chat template, generation settings.
 
 A run has it as OUT/tokenizer, a dataset as PREFIX.tokenizer. Its files are transformers', so AutoTokenizer opens it; hpclm.json adds the
-kind of tokenizer and the files that hpclm reads. ``hpclm.preprocess.tokenizer_writer`` writes such folders.
+kind of tokenizer and the files that hpclm reads. ``hpclm.data.tokenizer_writer`` writes such folders.
 """
 
 import re
@@ -23,6 +23,10 @@ CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+"""Settings in tokenizer_config.json for a tokenizer.json."""
+Files = tuple[dict[str, bytes], dict[str, Any]]
+"""The files of a tokenizer that transformers reads, and the settings of its class; empty if it has no class for it."""
 ADDED = ("add_bos_token", "add_eos_token")
 
 

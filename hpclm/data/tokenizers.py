@@ -46,6 +46,7 @@ class Tokenizer(Protocol):
     """JSON: "kind", "files" {name: blake2b of the content}, "size", "eod", and "options" {name: value} that differ from the defaults;
     the function ``fingerprint`` of this module creates one."""
 
+    # also optional: token_text(id), token_id(text), and for_transformers(folder), see hpclm.preprocess.tokenizers
     @property
     def special_ids(self) -> Mapping[int, str]:
         """Ids that are not text, with their names: special tokens and the unknown token. Optional for user-defined classes."""

@@ -191,6 +191,15 @@ def save(staging_dir: Path, config: configs.RunConfig, weights: StateSource, pro
     CheckpointStore(staging_dir / "checkpoints", Retention(), {}).save(weights, progress or Progress())
 
 
+def save_beside(run: Path, target: Path, config: configs.RunConfig, weights: StateSource) -> None:
+    """Write ``weights`` as the run ``target`` at step 0, with the settings ``config`` and the tokenizer of ``run``."""
+    settings = replace(config, name=target.name, out=str(target))
+    with fresh(target, mode=0o700) as staging_dir:
+        if (run / "tokenizer").is_dir():
+            shutil.copytree(run / "tokenizer", staging_dir / "tokenizer")
+        save(staging_dir, settings, weights)
+
+
 def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:
     """The network described by the ``derived`` model settings and the ``model.key=value`` overrides; ConfigError if it is invalid."""
     settings = [UnplacedWord(f"model.{name}={as_yaml(value)}") for name, value in derived.items()]

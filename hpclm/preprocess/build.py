@@ -20,9 +20,8 @@ from hpclm.base import extras, terminal
 from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.files import read_text, readable, write_text
 from hpclm.base.terminal import many, say
-from hpclm.data import loss_mask, tokenizer_folder, tokenizers
+from hpclm.data import loss_mask, tokenizer_folder, tokenizer_writer, tokenizers
 from hpclm.data.indexed import COUNTS, files
-from hpclm.preprocess import tokenizer_writer
 from hpclm.preprocess.counts import Counts
 from hpclm.preprocess.encode import (
     END_OF_DOCUMENT,

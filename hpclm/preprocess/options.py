@@ -10,12 +10,12 @@ from hpclm import config
 from hpclm.base.errors import ConfigError
 from hpclm.data import tokenizer_folder, tokenizers
 from hpclm.data.loss_mask import prefix_of
+from hpclm.data.tokenizer_writer import token_text
 from hpclm.distributed import bootstrap
 from hpclm.preprocess.chat import READ, Chat, chat_of, with_end
 from hpclm.preprocess.encode import EncodeJob
 from hpclm.preprocess.inputs import MAX_LINE_MB, MB, Input, Share, find, refuse_repeated
 from hpclm.preprocess.kinds import Format, PlainFormat
-from hpclm.preprocess.tokenizer_writer import token_text
 
 # the languages of Megatron's --lang, by NLTK's names
 LANGUAGES = dict(

@@ -14,8 +14,8 @@ from hpclm.config import DataConfig
 from hpclm.config.checks import is_utf8
 from hpclm.data import tokenizer_folder
 from hpclm.data.tokenizer_folder import TokenizerFolder, first
+from hpclm.data.tokenizer_writer import token_id, with_ends
 from hpclm.data.tokenizers import Tokenizer
-from hpclm.preprocess.tokenizer_writer import token_id, with_ends
 from hpclm.preprocess.tokenizers.huggingface import Library
 
 UNCHANGED: dict[str, Any] = {

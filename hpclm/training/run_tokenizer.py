@@ -7,11 +7,10 @@ from typing import Any
 from hpclm.base.errors import ConfigError, unwritten
 from hpclm.checkpoint import directory
 from hpclm.config import DataConfig, RunConfig
-from hpclm.data import loss_mask, tokenizer_folder
-from hpclm.data.indexed import sidecar
+from hpclm.data import loss_mask, tokenizer_folder, tokenizer_writer
+from hpclm.data.indexed import COUNTS, sidecar
 from hpclm.data.tokenizer_folder import NOTE, TokenizerFolder
 from hpclm.data.tokenizers import mismatch
-from hpclm.preprocess import counts, tokenizer_writer
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def keep(run: RunConfig, fingerprint: dict[str, Any] | None, step: int) -> None:
 def _report(folder: TokenizerFolder, data: DataConfig) -> None:
     """Log the tokens that end an answer in the conversations of ``data``."""
     notes = [note for note in map(sidecar, data.prefixes()) if loss_mask.KEY in note]
-    ends = sorted(set[str]().union(*(counts.noted(note).ends for note in notes)))
+    ends = sorted(set[str]().union(*(note.get(COUNTS, {}).get("ends", {}) for note in notes)))
     if ends:
         log.info("an answer ends with %s, where generation stops", " or ".join(ends))
     elif notes:

@@ -7,9 +7,8 @@ import pytest
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig
-from hpclm.data import tokenizer_folder, tokenizers
+from hpclm.data import tokenizer_folder, tokenizer_writer, tokenizers
 from hpclm.data.tokenizer_folder import TokenizerFolder
-from hpclm.preprocess import tokenizer_writer
 
 BYTES = tokenizers.build_tokenizer("bytes", [])
 OF_BYTES = tokenizer_writer.with_ends(TokenizerFolder("bytes"), BYTES)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from hpclm.base.errors import ConfigError
-from hpclm.data import tokenizers
+from hpclm.data import tokenizer_writer, tokenizers
 from hpclm.data.tokenizer_folder import TokenizerFolder
-from hpclm.preprocess import run_text, tokenizer_writer
+from hpclm.preprocess import run_text
 
 
 class Letters:

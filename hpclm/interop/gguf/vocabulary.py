@@ -11,9 +11,9 @@ from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.data.tokenizer_folder import first
+from hpclm.data.tokenizer_writer import token_id, token_text
 from hpclm.data.tokenizers import Tokenizer, describe
 from hpclm.preprocess.run_text import RunText
-from hpclm.preprocess.tokenizer_writer import token_id, token_text
 from hpclm.preprocess.tokenizers.huggingface import Library
 from hpclm.preprocess.tokenizers.plain import Bytes
 from hpclm.preprocess.tokenizers.sentencepieces import SentencePiece, parameters

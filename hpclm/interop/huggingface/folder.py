@@ -16,7 +16,7 @@ from torch import Tensor
 from hpclm.base.errors import ConfigError
 from hpclm.config import ModelConfig
 from hpclm.config.reading import json_object
-from hpclm.data import tokenizer_folder
+from hpclm.data import tokenizer_folder, tokenizer_writer
 from hpclm.data.tokenizer_folder import TokenizerFolder
 from hpclm.interop import run
 from hpclm.interop.exported import Exported, cast
@@ -27,7 +27,6 @@ from hpclm.interop.huggingface.shards import Reader
 from hpclm.interop.rules import ConversionRule, first_few
 from hpclm.interop.run import RunCheckpoint, TensorSource, fresh
 from hpclm.node.hardware import TYPES
-from hpclm.preprocess import tokenizer_writer
 
 log = logging.getLogger(__name__)
 SHAPED = dict(

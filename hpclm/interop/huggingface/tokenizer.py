@@ -10,15 +10,15 @@ from typing import Any
 
 from hpclm.base import files
 from hpclm.base.errors import ConfigError
-from hpclm.data import tokenizer_folder, tokenizers
+from hpclm.data import tokenizer_folder, tokenizer_writer, tokenizers
 from hpclm.data.tokenizer_folder import CONFIG, GENERATION, IDS, TokenizerFolder, first, is_text, template_in
+from hpclm.data.tokenizer_writer import token_id, token_text
 from hpclm.data.tokenizers import Tokenizer
 from hpclm.interop.huggingface import auto_tokenizer
 from hpclm.interop.huggingface.auto_tokenizer import AutoTokenizer, optional_json
 from hpclm.interop.rules import first_few
-from hpclm.preprocess import run_text, tokenizer_writer
+from hpclm.preprocess import run_text
 from hpclm.preprocess.run_text import RunText
-from hpclm.preprocess.tokenizer_writer import token_id, token_text
 from hpclm.preprocess.tokenizers.huggingface import TokenizerJson, alike
 from hpclm.preprocess.tokenizers.probes import differing
 

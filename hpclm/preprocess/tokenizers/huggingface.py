@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hpclm.base.errors import ConfigError
-from hpclm.base.files import text_reader
+from hpclm.base.files import read_bytes, read_text, text_reader
+from hpclm.data.tokenizer_folder import FAST, Files, TokenizerFolder
 from hpclm.data.tokenizers import END, Batch, fingerprint, flat
 from hpclm.preprocess.tokenizers import gigatokens, span_tokens
-from hpclm.preprocess.tokenizers.sentencepieces import Parameters
+from hpclm.preprocess.tokenizers.parameters import Parameters
 from hpclm.preprocess.tokenizers.span_tokens import Marked
 from hpclm.preprocess.tokenizers.vocabulary import expect, id_of_end, load, vocabulary
 
@@ -94,6 +95,20 @@ class Library:
         """The tokenizer as a tokenizer.json."""
         return str(self.model.to_str(pretty=True))
 
+    def for_transformers(self, folder: TokenizerFolder) -> Files:
+        """The files that transformers reads."""
+        return {"tokenizer.json": self.compiled().encode()}, FAST
+
+    def token_text(self, id: int) -> str | None:
+        """The text of an entry."""
+        text: str | None = self.model.id_to_token(id)
+        return text
+
+    def token_id(self, text: str) -> int | None:
+        """The id of an entry."""
+        id: int | None = self.model.token_to_id(text)
+        return id
+
 
 class GPT2(Library):
     """GPT-2's byte-level BPE: vocab.json and merges.txt; a document ends with <|endoftext|>.
@@ -115,6 +130,12 @@ class GPT2(Library):
 
         super().__init__("gpt2", files, eod, make, [END], "<|")
 
+    def for_transformers(self, folder: TokenizerFolder) -> Files:
+        """Also with vocab.json and merges.txt."""
+        whole, settings = super().for_transformers(folder)
+        vocab, merges = map(read_bytes, folder.files)
+        return whole | {"vocab.json": vocab, "merges.txt": merges}, settings
+
 
 class TokenizerJson(Library):
     """Any tokenizer.json, without its truncation, padding, sampling and template; a document ends with <|endoftext|> or </s>."""
@@ -133,6 +154,16 @@ class TokenizerJson(Library):
         wrong = changed_by_template(self.model)
         if wrong:
             raise ConfigError(f"tokenizer json: {path}: {wrong}")
+
+    def for_transformers(self, folder: TokenizerFolder) -> Files:
+        """The file itself; only an imported one keeps its template, and the sentencepiece model beside it, which a GGUF file needs."""
+        path = Path(folder.files[0])
+        if not folder.imported:
+            return {"tokenizer.json": without_template(read_text(path)).encode()}, FAST
+        models = (path.with_name(name) for name in ("tokenizer.model", "spiece.model"))
+        return {"tokenizer.json": read_bytes(path)} | {
+            model.name: read_bytes(model) for model in models if model.is_file()
+        }, FAST
 
 
 def switch_off(model: Any) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from hpclm.data.tokenizer_folder import FAST, Files, TokenizerFolder
 from hpclm.data.tokenizers import END, Batch, fingerprint, flat
 from hpclm.preprocess.tokenizers.vocabulary import expect, id_of_end, only_end, vocabulary
 
@@ -48,6 +49,14 @@ class Bytes:
         model = {"type": "BPE", "vocab": vocab, "merges": []}
         return _tokenizer_json(model, steps, steps)
 
+    def for_transformers(self, folder: TokenizerFolder) -> Files:
+        """The files that transformers reads."""
+        return {"tokenizer.json": self.compiled().encode()}, FAST
+
+    def token_text(self, id: int) -> str | None:
+        """The text of the end-of-document token; bytes have none."""
+        return END if id == self.eod else None
+
 
 class Words:
     """Words separated by white space, looked up in a vocabulary; every text ends with the end-of-document token.
@@ -84,6 +93,19 @@ class Words:
         model = {"type": "WordLevel", "vocab": self.ids, "unk_token": self.unknown}
         split = {"type": "Split", "pattern": {"Regex": WHITE_SPACE}, "behavior": "Removed", "invert": False}
         return _tokenizer_json(model, split, None)
+
+    def for_transformers(self, folder: TokenizerFolder) -> Files:
+        """The files that transformers reads."""
+        text = self.compiled()
+        return ({}, {}) if text is None else ({"tokenizer.json": text.encode()}, FAST)
+
+    def token_text(self, id: int) -> str | None:
+        """A word."""
+        return self.words.get(id)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a word."""
+        return self.ids.get(text)
 
 
 class Whitespace(Words):

@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,11 @@ import numpy as np
 
 from hpclm.base import extras
 from hpclm.base.errors import ConfigError
+from hpclm.data.tokenizer_folder import FAST, Files, TokenizerFolder
 from hpclm.data.tokenizers import Batch, fingerprint, flat
+from hpclm.preprocess.tokenizers.huggingface import encoder, of_sentencepiece
+from hpclm.preprocess.tokenizers.parameters import Parameters
+from hpclm.preprocess.tokenizers.probes import differing
 from hpclm.preprocess.tokenizers.vocabulary import expect, id_of_end, load
 
 SENTENCES = 1_000_000  # lines that a model is trained on by default
@@ -61,29 +64,26 @@ class SentencePiece:
         """The text, without control pieces such as </s>."""
         return str(self.model.decode(ids))
 
+    def token_text(self, id: int) -> str:
+        """The text of a piece."""
+        return str(self.model.id_to_piece(id))
 
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of a sentencepiece model."""
+    def token_id(self, text: str) -> int | None:
+        """The id of a piece."""
+        id = self.model.piece_to_id(text)
+        return int(id) if self.token_text(id) == text else None
 
-    kind: str
-    """bpe, unigram, word or char."""
-    pieces: tuple[tuple[str, float], ...]
-    """Text and score of every piece, by id. A BPE first merges the pairs that form the piece with the highest score."""
-    types: tuple[int, ...]
-    """ModelProto.SentencePiece.Type of every piece, by id."""
-    unknown: int
-    """Id of <unk>."""
-    charsmap: bytes
-    """Compiled normalisation rules; empty without any."""
-    prefix: bool
-    """Whether a space is prepended to a text."""
-    squeezed: bool
-    """Whether spaces are stripped from both ends, and repeated ones merged."""
-    bytes: bool
-    """Whether unknown characters become byte pieces."""
-    plain: bool
-    """Whether other libraries can represent the model: it has no user-defined pieces, which are never split, and treats spaces as usual."""
+    def for_transformers(self, folder: TokenizerFolder) -> Files:
+        """A tokenizer.json for a BPE, if it gives the same ids; otherwise the model, for a class that uses the sentencepiece library."""
+        model = self.model.serialized_model_proto()
+        known = parameters(self)
+        if known.kind == "bpe" and known.plain:
+            text = of_sentencepiece(known)
+            if not differing(self.encode, encoder(text), self):
+                # other programs read the model
+                return {"tokenizer.json": text.encode(), "tokenizer.model": model}, FAST
+        settings: dict[str, Any] = dict(unk_token=self.token_text(self.model.unk_id()), pad_token=None, sep_token=None)
+        return {"spiece.model": model}, FAST | {"tokenizer_class": "BertGenerationTokenizer"} | settings
 
 
 def parameters(tokenizer: SentencePiece) -> Parameters:

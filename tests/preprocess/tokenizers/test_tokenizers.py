@@ -10,9 +10,8 @@ import pytest
 from hpclm import cli
 from hpclm.base.errors import ConfigError
 from hpclm.config.data import DataConfig
-from hpclm.data import tokenizer_folder
+from hpclm.data import tokenizer_folder, tokenizer_writer
 from hpclm.data.tokenizers import build_tokenizer, describe, end, flat, mismatch
-from hpclm.preprocess import tokenizer_writer
 from hpclm.preprocess.tokenizers.huggingface import switch_off, train_bpe
 from hpclm.preprocess.tokenizers.plain import Bytes
 from hpclm.preprocess.tokenizers.sentencepieces import train_sentencepiece

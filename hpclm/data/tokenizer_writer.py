@@ -10,50 +10,22 @@ from hpclm.base import files, folders
 from hpclm.data import tokenizer_folder
 from hpclm.data.tokenizer_folder import CONFIG, GENERATION, NOTE, TEMPLATE, TokenizerFolder, listed
 from hpclm.data.tokenizers import Tokenizer
-from hpclm.preprocess.tokenizers.huggingface import (
-    GPT2,
-    Library,
-    TokenizerJson,
-    encoder,
-    of_sentencepiece,
-    without_template,
-)
-from hpclm.preprocess.tokenizers.plain import Bytes, Words
-from hpclm.preprocess.tokenizers.probes import differing
-from hpclm.preprocess.tokenizers.sentencepieces import SentencePiece, parameters
-
-FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
 
 
 def token_text(tokenizer: Tokenizer, id: int | None) -> str | None:
     """The text of a token in its vocabulary, or None."""
-    if id is None or id >= tokenizer.size:
-        return None
-    match tokenizer:
-        case SentencePiece():
-            return str(tokenizer.model.id_to_piece(id))
-        case Library():
-            text: str | None = tokenizer.model.id_to_token(id)
-            return text
-        case Words():
-            return tokenizer.words.get(id)
-        case Bytes():
-            return tokenizer.decode([id]) if id == tokenizer.eod else None
-    return None
+    text: str | None = None
+    if id is not None and id < tokenizer.size and hasattr(tokenizer, "token_text"):
+        text = tokenizer.token_text(id)
+    return text
 
 
 def token_id(tokenizer: Tokenizer, text: str | None) -> int | None:
     """The id of the token with this ``text`` in the vocabulary, or None."""
-    if text is None:
-        return None
-    match tokenizer:
-        case SentencePiece():
-            id = tokenizer.model.piece_to_id(text)
-            return int(id) if tokenizer.model.id_to_piece(id) == text else None
-        case Library():
-            known: int | None = tokenizer.model.token_to_id(text)
-            return known
-    return None
+    id: int | None = None
+    if text is not None and hasattr(tokenizer, "token_id"):
+        id = tokenizer.token_id(text)
+    return id
 
 
 def with_ends(folder: TokenizerFolder, tokenizer: Tokenizer) -> TokenizerFolder:
@@ -157,53 +129,15 @@ def write_settings(place: Path, folder: TokenizerFolder) -> None:
 
 def _contents(folder: TokenizerFolder, tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files that transformers reads; without a tokenizer if it has no class for it."""
-    opened, settings = _opened(folder, tokenizer)
+    opened: dict[str, bytes] = {}
+    settings: dict[str, Any] = {}
+    if hasattr(tokenizer, "for_transformers"):
+        opened, settings = tokenizer.for_transformers(folder)
     if folder.template is not None:
         opened[TEMPLATE] = folder.template.encode()
     if settings:
         opened[CONFIG] = _json({**settings, **folder.config})
     return {**opened, GENERATION: _json(folder.generation)}
-
-
-def _opened(folder: TokenizerFolder, tokenizer: Tokenizer) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The files of the tokenizer for transformers, and the settings of its class; empty if it has no class for it."""
-    match tokenizer:
-        case GPT2():
-            vocab, merges = map(files.read_bytes, folder.files)
-            whole = {"tokenizer.json": tokenizer.compiled().encode(), "vocab.json": vocab, "merges.txt": merges}
-            return whole, FAST
-        case TokenizerJson():
-            original = files.read_text(folder.files[0])
-            text = original if folder.imported else without_template(original)
-            return {"tokenizer.json": text.encode()} | _sources(folder), FAST
-        case SentencePiece():
-            return _of_sentencepiece(tokenizer)
-        case Library() | Words() | Bytes():
-            text = tokenizer.compiled()
-            return ({}, {}) if text is None else ({"tokenizer.json": text.encode()}, FAST)
-    return {}, {}
-
-
-def _sources(folder: TokenizerFolder) -> dict[str, bytes]:
-    """The sentencepiece models next to an imported tokenizer.json, which was made from them; a GGUF file needs them."""
-    if not folder.imported:
-        return {}
-    paths = (Path(folder.files[0]).with_name(name) for name in ("tokenizer.model", "spiece.model"))
-    return {path.name: files.read_bytes(path) for path in paths if path.is_file()}
-
-
-def _of_sentencepiece(tokenizer: SentencePiece) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """A tokenizer.json for a BPE, if it gives the same ids; otherwise the model, for a class that uses the sentencepiece library."""
-    model = tokenizer.model.serialized_model_proto()
-    known = parameters(tokenizer)
-    if known.kind == "bpe" and known.plain:
-        text = of_sentencepiece(known)
-        if not differing(tokenizer.encode, encoder(text), tokenizer):
-            # other programs read the model
-            return {"tokenizer.json": text.encode(), "tokenizer.model": model}, FAST
-    unknown = token_text(tokenizer, tokenizer.model.unk_id())
-    settings = {"tokenizer_class": "BertGenerationTokenizer", "clean_up_tokenization_spaces": False}
-    return {"spiece.model": model}, {**settings, "unk_token": unknown, "pad_token": None, "sep_token": None}
 
 
 def _json(tree: Mapping[str, Any]) -> bytes:

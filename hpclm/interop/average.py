@@ -18,7 +18,7 @@ from hpclm.interop import run as runs
 
 
 class MeanWeights:
-    """The mean of the weights of checkpoints of one run: a ``StateSource`` that holds one weight in memory."""
+    """The mean of the weights of checkpoints of one run; holds one weight in memory."""
 
     def __init__(self, checkpoints: Sequence[tuple[Path, Manifest]]):
         self.checkpoints = checkpoints

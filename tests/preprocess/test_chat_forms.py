@@ -64,7 +64,6 @@ FORMS = {
     ),
     "`prompt` and `completion` (or `response`)": ({"prompt": "a", "response": "b"}, ["a", "b"]),
     "`prompt` and `completion` that are lists of messages": ({"prompt": [ASKED], "completion": [ANSWERED]}, ["a", "b"]),
-    "Alpaca's `instruction`, `input`, `output`": ({"instruction": "a", "input": "i", "output": "b"}, ["a\n\ni", "b"]),
     "a bare list of messages": ([ASKED, ANSWERED], ["a", "b"]),
 }
 

@@ -12,7 +12,7 @@ from hpclm.preprocess.lines import UnreadableLineError
 from tests.preprocess.chats import said
 from tests.runs import ROOT
 
-PAGE = (ROOT / "docs/finetune.md").read_text()
+PAGE = (ROOT / "docs/finetune.md").read_text().partition("## Other forms")[2]
 SCRIPT = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "# the line" in block)
 LINES = dict(re.findall(r"^\| ([^|]+) \| `(.*)` \|$", PAGE, re.M))
 ASKED, ANSWERED = said("a", "b")

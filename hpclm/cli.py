@@ -34,6 +34,7 @@ GROUPS = {
     },
     "change": {
         "request": "ask a run that trains to save, or to save and stop",
+        "branch": "make a new run that goes on from a checkpoint of another one, with other settings",
         "cancel": "end a run's job: it saves if it trains, and leaves the queue",
         "sync": "send a run's sinks, such as W&B, the metrics they lack",
     },

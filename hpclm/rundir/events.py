@@ -9,6 +9,7 @@
 | cancelled | hpclm cancel | by |
 | roll back | --from STEP | step to go back to; null if the request is withdrawn |
 | rolled back | rank 0, when it has gone back | step |
+| branched | hpclm branch | trunk: the run that this one goes on from; step |
 | preflight, corrupt, hang, slow | rank 0 | its findings |
 | sink | the process that sends metrics to the sink | sink; cause: why the sink lacks rows, empty once it has them all |
 """
@@ -54,7 +55,7 @@ FIELDS: dict[str, Kind] = {
     "hosts": list,
     "began": float,
     # ended, cancelled
-    **dict.fromkeys(("state", "ending", "cause", "by", "sink"), str),
+    **dict.fromkeys(("state", "ending", "cause", "by", "sink", "trunk"), str),
     **dict.fromkeys(("step", "code", "signal", "generation"), int),
     "over": is_bool,
     # preflight, corrupt

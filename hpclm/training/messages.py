@@ -11,6 +11,7 @@ from hpclm.base import files
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig
+from hpclm.config.model import BLOCKS
 from hpclm.config.plan import Length
 from hpclm.data import tokenizer_folder
 from hpclm.distributed.context import DistributedContext
@@ -76,6 +77,14 @@ def kernels(model: ModelConfig, device: torch.device) -> None:
         logger.warning("model.kernels=apex: NVIDIA apex cannot be imported here; using PyTorch's own operations")
     else:
         logger.info("kernels: NVIDIA apex's norms")
+
+
+def export(model: ModelConfig) -> None:
+    """Log that a network with a user-defined block has no export."""
+    if model.block not in BLOCKS:
+        logger.info(
+            "model.block=%s has no export by hpclm convert; hpclm.load gives its network in Python", model.block
+        )
 
 
 def attention(model: ModelConfig, choice: attention_backend.KernelChoice | None) -> None:

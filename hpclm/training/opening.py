@@ -228,6 +228,7 @@ def _lease(out: Path, job: OwnJob) -> Lease:
 def open_engine(settings: EngineSettings, compute: Compute) -> Engine:
     """Build the engine, and log which kernels it uses."""
     messages.kernels(settings.model, compute.device)
+    messages.export(settings.model)
     messages.attention(settings.model, attention_backend.use(settings.model, compute.device))
     return engines.build(settings, compute)
 

@@ -262,9 +262,9 @@ def test_groups_set_learning_rate_and_decay_by_the_names_of_weights_and_later_on
     [
         (
             dict(match="outptu", lr=2),
-            r"'outptu'.* matches no weight; weights are tokens\.weight, .*block0\.norm1\.weight",
+            r"'outptu'.* matches no weight that is trained; weights are tokens\.weight, .*block0\.norm1\.weight",
         ),
-        (dict(match="", lr=0), "sets the learning rate of every weight to 0"),
+        (dict(match="", lr=0), "sets the learning rate of every trained weight to 0"),
         (dict(match="(", lr=2), "match is not a regular expression"),
         (dict(match="norm", rate=2), "unknown rate; an entry has match, and lr or weight_decay"),
         (dict(match="norm"), "needs match, a regular expression, and lr or weight_decay"),

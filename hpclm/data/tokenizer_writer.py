@@ -102,7 +102,7 @@ def write(place: Path, folder: TokenizerFolder, tokenizer: Tokenizer) -> None:
             continue
         content = files.read_bytes(file)
         same = (other for other, whole in contents.items() if whole == content)
-        if name in contents:
+        while name in contents:
             name = f"original-{name}"
         name = next(same, name)
         contents[name] = content

@@ -46,7 +46,7 @@ def ranked(runs: Runs) -> list[Standing]:
 
 
 def have_bits(standings: Sequence[Standing]) -> bool:
-    """Whether bits per byte are known of all runs that have a validation loss, and of one at least."""
+    """Whether every run with a validation loss has bits per byte, and there is such a run."""
     measured = [entry.bits_per_byte for entry in standings if entry.best is not None]
     return bool(measured) and None not in measured
 

@@ -100,7 +100,7 @@ def config_json(config: ModelConfig, ids: Mapping[str, Any], dtype: str) -> dict
 
 
 def with_recorded_end(checkpoint: RunCheckpoint) -> TokenizerFolder:
-    """What is known of the tokens of a run whose tokenizer is unknown, with the end-of-document token that its checkpoint records."""
+    """The known tokens of a run without a known tokenizer: those of its import, and the end of documents in its checkpoint."""
     kept = tokenizer_folder.read(checkpoint.run / "tokenizer")
     noted = checkpoint.manifest.fingerprint.get("data", {}).get("tokenizer") or {}
     end = tokenizer_folder.first(noted.get("eod"))

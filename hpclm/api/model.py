@@ -63,6 +63,11 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] token ids -> [B, T, vocabulary] logits of each next token, in the run's compute type. T is at most model.context."""
+        context = self.settings.model.context
+        if ids.ndim != 2 or not 1 <= ids.shape[1] <= context:
+            raise ConfigError(
+                f"the token ids must be a tensor [batch, tokens] of 1 to {context} tokens, not {[*ids.shape]}"
+            )
         return self.stack.head(ids).logits()
 
     @checked

@@ -4,6 +4,7 @@ every problem.
 Later layers override earlier ones, key by key. Mappings (job.env, job.options) are merged name by name; {} empties them.
 """
 
+import logging
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
@@ -35,6 +36,8 @@ NAMES_CODE = tuple(key for key, entry in all_fields(RunConfig) if declared(entry
 RUNS_CODE = tuple(entry.name for _, entry in all_fields(JobConfig) if declared(entry).runs_code)
 """Settings of job that determine which programs run."""
 
+log = logging.getLogger(__name__)
+
 
 def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str] = ()) -> RunConfig:
     """The settings of ``[FILE] key=value ...`` on top of those of the file ``site``; ConfigError if any is invalid.
@@ -55,6 +58,9 @@ def from_cli(arguments: list[str], site: Path | None = None, typed: Sequence[str
     sets_out = any(word.partition("=")[0].strip() == "out" for word in overrides)
     if file and not sets_out:
         _refuse_moved(Path(file), run.out)
+    elsewhere = file and sets_out and Path(file).resolve() != Path(run.out).resolve()
+    if elsewhere and (Path(str(file)) / "checkpoints").is_dir() and not run.checkpoint.init_from:
+        log.warning("only the settings of %s are used; checkpoint.init_from=%s begins with its weights too", file, file)
     return run
 
 

@@ -249,7 +249,10 @@ def shared_tokenizer(settings: DataConfig, prefixes: list[str], vocab_size: int)
         if differs:
             way_out = "make the datasets with one tokenizer"
             if settings.tokenizer:
-                way_out = "omit data.tokenizer to use the dataset's own"
+                way_out = (
+                    "preprocess again with this tokenizer (--tokenizer RUN takes that of a run), or, for a network that has not learned it, "
+                    "omit data.tokenizer"
+                )
             raise ConfigError(f"{place} and {fingerprints[0][0]} do not have the same tokenizer: {differs}; {way_out}")
     if not fingerprints:
         return {}

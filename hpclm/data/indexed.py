@@ -49,9 +49,12 @@ def sidecar(prefix: str | Path) -> dict[str, Any]:
 
 
 def text_bytes(prefix: str | Path) -> int:
-    """Bytes of text, in UTF-8, whose tokens the dataset has; 0 if PREFIX.json does not say, as for conversations."""
+    """Bytes of text, in UTF-8, that the dataset's tokens restore; 0 if PREFIX.json does not say, as for conversations, or if some text is
+    lost in unknown tokens or line ends."""
     counts = sidecar(prefix).get(COUNTS)
-    size = counts.get("text_bytes") if isinstance(counts, dict) else None
+    if not isinstance(counts, dict) or counts.get("special") or counts.get("line_ends"):
+        return 0
+    size = counts.get("text_bytes")
     return size if type(size) is int else 0
 
 

@@ -88,7 +88,11 @@ def read(place: Path) -> TokenizerFolder:
     match {"kind": "", "files": [], "eod": None, "imported": False, **note}:
         case {"kind": str(kind), "files": [*names], "eod": str() | None as eod, "imported": bool(imported)}:
             paths = (place / str(name) for name in names)
-            files = tuple(str(path) if path.exists() else str(name) for path, name in zip(paths, names, strict=True))
+            # only a class of the user's may name what is no file of the folder
+            files = tuple(
+                str(path) if kind in TOKENIZERS or path.exists() else str(name)
+                for path, name in zip(paths, names, strict=True)
+            )
         case _:
             raise ConfigError(f"{place / NOTE} was not written by hpclm; remove {place}, and set data.tokenizer")
     config = _optional_json(place / CONFIG)

@@ -12,7 +12,7 @@ from hpclm.inference.completion import Completer
 from hpclm.inference.generation_settings import Limits, Sampling
 
 Render = Callable[[list[dict[str, str]]], str]
-COMMANDS = {"/help": "show this", "/clear": "begin a new text", "/exit": "exit, as Ctrl-D does"}
+COMMANDS = {"/help": "show this", "/clear": "begin a new text or conversation", "/exit": "exit, as Ctrl-D does"}
 """Commands, typed alone on a line."""
 
 
@@ -36,7 +36,7 @@ def converse(completer: Completer, text: str, limits: Limits, sampling: Sampling
             text = ""
             continue
         if re.fullmatch(r"/\w+", command):
-            say(_reply(command), file=sys.stderr)
+            say(_reply(command, ("an empty line", "continue the text")), file=sys.stderr)
             continue
         text += line.rstrip("\n")
         text += _streamed(completer, text, limits, replace(sampling, first=turn))
@@ -44,16 +44,18 @@ def converse(completer: Completer, text: str, limits: Limits, sampling: Sampling
 
 
 def chat(completer: Completer, render: Render, limits: Limits, sampling: Sampling) -> None:
-    """Answer each typed line as the assistant, in a conversation that goes on until the input ends. ``render``: the text of the messages."""
-    if sys.stdin.isatty():
-        say(
-            "Each line is your turn. /clear begins a new conversation, Ctrl-C stops an answer, Ctrl-D exits.",
-            file=sys.stderr,
-        )
+    """Answer each typed line as the assistant, in a conversation that goes on until the input ends. ``render``: the text of the messages.
+
+    The oldest turns are left out when the text would exceed the model's context.
+    """
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        say("Each line is your turn, /help lists commands, Ctrl-C stops an answer, Ctrl-D exits.", file=sys.stderr)
+    room = completer.model.config.context - limits.tokens
     messages: list[dict[str, str]] = []
     turn = 0
     while True:
-        if sys.stdin.isatty():
+        if at_terminal:
             print("> ", end="", flush=True)
         line = sys.stdin.readline()
         command = line.strip()
@@ -61,17 +63,21 @@ def chat(completer: Completer, render: Render, limits: Limits, sampling: Samplin
             return
         if command == "/clear":
             messages = []
+        elif re.fullmatch(r"/\w+", command):
+            say(_reply(command), file=sys.stderr)
         elif command:
             messages.append({"role": "user", "content": command})
+            while len(messages) > 1 and len(completer.text.start(render(messages))) > room:
+                del messages[:2]
             answer = _streamed(completer, render(messages), limits, replace(sampling, first=turn))
             messages.append({"role": "assistant", "content": answer.strip()})
             turn += 1
 
 
-def _reply(command: str) -> str:
+def _reply(command: str, *more: tuple[str, str]) -> str:
     """The list of commands, or an error for an unknown one."""
     if command == "/help":
-        return "\n".join(terminal.columns([*COMMANDS.items(), ("an empty line", "continue the text")]))
+        return "\n".join(terminal.columns([*COMMANDS.items(), *more]))
     return f"unknown command {command}; /help lists the commands. Put a space before it if it is text.{hint(command, [*COMMANDS])}"
 
 

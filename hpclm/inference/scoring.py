@@ -85,13 +85,15 @@ def windows(ids: Sequence[int], context: int, counts: Sequence[bool] | None = No
 
 
 def of_text(path: str, text: str, json_lines: bool, run_text: RunText) -> Iterator[Document]:
-    """The documents of a text: one, or with JSON lines the "text" of each line."""
+    """The documents of a text: one, or with JSON lines the "text" of each line. The bytes of one with unknown or special tokens, which may
+    hide text, are unknown."""
     texts: Iterable[str] = json_texts(path, text, "text", "a document") if json_lines else [text]
     for number, document in enumerate(texts, 1):
         ids = run_text.encode(document)
         if not ids and document:
             raise ConfigError(f"{path}: the tokenizer gives no tokens for document {number}")
-        yield Document(ids, len(document.encode()))
+        unknown = getattr(run_text.tokenizer, "special_ids", {}).keys() & run_text.tokenizer.encode(document)
+        yield Document(ids, None if unknown else len(document.encode()))
 
 
 def of_dataset(dataset: IndexedDataset, mask: IndexedDataset | None, tokenizer: Tokenizer | None) -> Iterator[Document]:

@@ -22,10 +22,10 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
 SHAREGPT = ROLES | {"human": "user", "gpt": "assistant"}
 FORMS = {"messages": ("role", "content", ROLES), "conversations": ("from", "value", SHAREGPT)}
 """Maps the key of a conversation's messages to the keys of a message's role and text, and to the names of roles."""
-CHANGE_TEXT = ("tools", "documents")
+CHANGE_TEXT = ("tools", "documents", "history")
 """Keys of a conversation that templates read, but hpclm does not."""
 ALPACA = {"instruction", "output"}
-READ = (*FORMS, *CHANGE_TEXT, "instruction", "input", "output")
+READ = (*FORMS, *CHANGE_TEXT, "system", "instruction", "input", "output")
 """Keys of a conversation that matter."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -88,7 +88,7 @@ def read_conversation(line: bytes) -> list[Message]:
     if record is None:
         return []
     if record.keys() >= ALPACA:
-        record = _of_alpaca(record)
+        record |= _of_alpaca(record)
     forms = [key for key in FORMS if key in record]
     if len(forms) != 1:
         raise UnreadableLineError(
@@ -102,13 +102,17 @@ def read_conversation(line: bytes) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise UnreadableLineError("empty", f" is empty: {key!r} must be a list of messages")
     conversation = [_message(message, f"message {n}", *FORMS[key]) for n, message in enumerate(messages, 1)]
+    if record.get("system"):
+        conversation = [{"role": "system", "content": text_of(record["system"], "'system'")}, *conversation]
     if all(message["role"] != "assistant" for message in conversation):
         raise UnreadableLineError("no answer", " has no message of the assistant, so there is nothing to learn")
     return conversation
 
 
 def _of_alpaca(record: dict[str, Any]) -> dict[str, Any]:
-    """A row with an instruction, an input that may be empty, and an output, as a conversation."""
+    """A row with an instruction, an input that may be empty, and an output, as a conversation. UnreadableLineError without an output."""
+    if not record["output"]:
+        raise UnreadableLineError("no answer", " has an empty 'output', so there is nothing to learn")
     asked = [text_of(record["instruction"], "'instruction'"), text_of(record.get("input") or "", "'input'")]
     question = {"role": "user", "content": "\n\n".join(filter(None, asked))}
     return {"messages": [question, {"role": "assistant", "content": text_of(record["output"], "'output'")}]}

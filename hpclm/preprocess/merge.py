@@ -1,5 +1,6 @@
 """Merge datasets into one, or convert one to another layout or type."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from hpclm.data.indexed import COUNTS, IndexedDataset, files, sidecar
 from hpclm.preprocess import counts
 from hpclm.preprocess.hashing import TokenReader
 from hpclm.preprocess.writer import Layout, Writer
+
+log = logging.getLogger(__name__)
 
 
 def merge(
@@ -79,6 +82,8 @@ def merge(
                 folder = tokenizer_folder.beside(prefixes[0])
                 if folder.is_dir():
                     writer.write_beside = partial(copytree, folder)
+                elif note["tokenizer"]["files"]:
+                    log.warning("%s is missing, so %s has no tokenizer; name it by data.tokenizer", folder, out)
     except OSError as error:
         raise unwritten(error, out, "no dataset was written") from error
     return IndexedDataset(out)

@@ -128,6 +128,10 @@ class Writer:
         return np.ascontiguousarray(tokens, self.dtype)
 
     def __enter__(self: Own) -> Own:
+        if self._beside.exists() and not (self._beside / tokenizer_folder.NOTE).is_file():
+            raise ConfigError(
+                f"{self._beside} exists and was not written by hpclm; move it, or choose another output name"
+            )
         for path in (*self._final, self._beside):
             sweep(path)
         tokens, index, note = (aside(path) for path in self._final)

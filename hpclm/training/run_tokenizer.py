@@ -33,6 +33,10 @@ def keep(run: RunConfig, fingerprint: dict[str, Any] | None, step: int) -> None:
         )
     origin = Path(run.checkpoint.init_from) if run.checkpoint.init_from else Path(run.out)
     base = tokenizer_folder.read(directory.run_of(origin) / "tokenizer")
+    if base.kind and run.checkpoint.init_from:
+        other = mismatch(base.build().fingerprint, tokenizer.fingerprint)
+        if other:
+            log.warning("the weights of %s have learned another tokenizer: %s", origin, other)
     folder = tokenizer_writer.begun_from(base, tokenizer_writer.with_ends(folder, tokenizer), tokenizer)
     try:
         tokenizer_writer.write(place, folder, tokenizer)

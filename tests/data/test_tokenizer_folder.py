@@ -69,6 +69,9 @@ def test_a_run_has_its_own_tokenizer_or_that_of_its_datasets_or_of_its_settings(
     assert folder.build().encode("a") == [2, 1]
     with pytest.raises(ConfigError, match=r"vocab\.json"):
         of_data(**named)
+    (run / "tokenizer/vocab.json").unlink()
+    with pytest.raises(ConfigError, match=r"run/tokenizer/vocab\.json does not exist"):
+        tokenizer_folder.of_run(run, DataConfig()).build()
     with pytest.raises(
         ConfigError, match=r"data.tokenizer=json has no effect: the run has its own tokenizer in .*/run"
     ):

@@ -202,6 +202,15 @@ def test_rows_of_alpaca_and_a_json_array_are_conversations(run, folder):
     assert run(["x"], "--overwrite", "--chat", "array.json") == 0
     again = IndexedDataset("out_chat")
     assert [again.tokens(i).tolist() for i in range(3)] == documents
+    with_system = [
+        {"system": "be nice", **rows[1]},
+        {"messages": [{"role": "system", "content": "be nice"}, *rows[2]["messages"]]},
+    ]
+    assert run([json.dumps(row) + "\n" for row in with_system], "--overwrite", "--context", 200) == 0
+    both = IndexedDataset("out_chat")
+    assert both.tokens(0).tolist() == both.tokens(1).tolist() != documents[1]
+    for wrong in ({**rows[1], "history": [["a", "b"]]}, {**rows[1], "output": ""}):
+        assert run([json.dumps(wrong) + "\n"], "--overwrite") == 64
     (folder / "array.json").write_text("[{}, ")
     assert run(["x"], "--overwrite", "--chat", "array.json") == 64
 

@@ -70,7 +70,8 @@ def test_nothing_is_said_where_not_every_token_counts(setting, folder, tmp_path)
 @pytest.mark.parametrize("counts", [None, {}, {"text_bytes": "many"}, []])
 def test_nothing_is_said_of_a_mixture_with_a_dataset_of_unknown_bytes(counts, folder, tmp_path):
     for path in folder.glob("*_text_document.*"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
     note = tmp_path / "short_text_document.json"
     content = {name: value for name, value in json.loads(note.read_text()).items() if name != "counts"}
     note.write_text(json.dumps(content if counts is None else {**content, "counts": counts}))

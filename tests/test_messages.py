@@ -109,7 +109,7 @@ MISTAKES = {
     ("evaluate", "x", "--submit"): "--submit is for --follow\n",
     ("evaluate", "x", "--follow"): "--follow is for --tasks, without --json\n",
     ("evaluate", "x", "--follow", "--tasks", "a", "--json"): "--follow is for --tasks, without --json\n",
-    ("generate", "x"): "give --prompt TEXT, --prompts FILE or --interactive\n",
+    ("generate", "x"): "give --prompt TEXT, --prompts FILE, --interactive or --chat\n",
     ("generate", "x", "--prompts", "p", "--prompt", "a"): "--prompts goes with neither --prompt nor --interactive\n",
     ("generate", "x", "--prompts", "p", "--interactive"): "--prompts goes with neither --prompt nor --interactive\n",
     ("generate", "x", "--prompt", "a", "--format", "lines"): "--format is for --prompts\n",

@@ -6,9 +6,8 @@ from pathlib import Path
 from hpclm.base.errors import ConfigError, ExitCode
 from hpclm.base.terminal import say
 from hpclm.checkpoint import listing
-from hpclm.launch import branch
 from hpclm.parser import Parser, exit_codes
-from hpclm.rundir import runs
+from hpclm.rundir import events, runs
 
 
 def main(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
@@ -18,7 +17,7 @@ def main(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
         wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
         raise ConfigError(f"{folder} {wrong}")
     listed = []
-    begun = branch.origin(folder.parent)
+    begun = events.trunk(folder.parent)
     if begun and not as_json:
         say(f"a branch of {begun[0]} at step {begun[1]}")
     for row in listing.rows(folder, verify=not no_verify):

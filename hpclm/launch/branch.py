@@ -51,12 +51,6 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
     return step
 
 
-def origin(run: Path) -> tuple[str, int] | None:
-    """The trunk of a branch, and the step at which it begins; None for other runs."""
-    found = events.of_kind(events.read_events(run), "branched")
-    return (found[0]["trunk"], found[0]["step"]) if found else None
-
-
 def _changed(before: RunConfig, now: RunConfig) -> Iterator[str]:
     """The settings in FIXED that differ."""
     for name in FIXED:

@@ -172,6 +172,12 @@ def rollback(out: Path) -> int | None:
     return pending_rollback(read_or_refuse(out))
 
 
+def trunk(out: Path) -> tuple[str, int] | None:
+    """The run that a branch goes on from, and the step; None for other runs."""
+    found = of_kind(read_events(out), "branched")
+    return (found[0]["trunk"], found[0]["step"]) if found else None
+
+
 def pending_rollback(happened: Iterable[Row]) -> int | None:
     """The step of the checkpoint that the next attempt goes back to; None if it continues from the newest checkpoint."""
     step = None

@@ -235,7 +235,7 @@ def test_conversations_longer_than_a_sample_are_cut_or_dropped_and_those_without
 ):
     chat = Chat("{{ x }}", (), 7, too_long)
     none, late = conversation(5, 0), conversation(9, 8)  # only the first token counts; only one that is cut off
-    given = [conversation(8, 3), None, conversation(9, 1), none, late]
+    given = [[conversation(8, 3)], [], [conversation(9, 1), none], [late]]
     tokens, counts = _conversations(given, job(chat=chat), chat)
     assert tokens.sizes.tolist() == counts.sizes.tolist() == sizes and tokens.documents.tolist() == [1] * len(sizes)
     assert (tokens.counts.cut, tokens.counts.dropped) == (cut, dropped)
@@ -247,9 +247,8 @@ def test_conversations_longer_than_a_sample_are_cut_or_dropped_and_those_without
 
 def test_conversations_without_an_end_and_with_spanning_tokens_are_counted():
     given = [
-        conversation(4, 1, ends=frozenset()),
-        conversation(4, 1, spanning=True, ends=frozenset("f")),
-        conversation(4, 1),
+        [conversation(4, 1, ends=frozenset())],
+        [conversation(4, 1, spanning=True, ends=frozenset("f")), conversation(4, 1)],
     ]
     tokens, _ = _conversations(given, job(chat=CHAT), CHAT)
     assert (tokens.counts.endless, tokens.counts.spanning, tokens.counts.ends) == (1, 1, {"e": 1, "f": 1})

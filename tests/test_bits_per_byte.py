@@ -7,6 +7,9 @@ import pytest
 
 from hpclm import cli, config
 from hpclm.data import sources
+from hpclm.data.tokenizer_folder import TokenizerFolder
+from hpclm.inference import scoring
+from hpclm.preprocess import run_text
 from hpclm.reporting import comparison
 from hpclm.rundir import runs
 from hpclm.rundir.state import state_of
@@ -67,7 +70,17 @@ def test_nothing_is_said_where_not_every_token_counts(setting, folder, tmp_path)
     assert sources.bits_per_byte(source, "valid") is None
 
 
-@pytest.mark.parametrize("counts", [None, {}, {"text_bytes": "many"}, []])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        None,
+        {},
+        {"text_bytes": "many"},
+        [],
+        {"text_bytes": 9, "special": {"<unk>": 1}},
+        {"text_bytes": 9, "line_ends": 1},
+    ],
+)
 def test_nothing_is_said_of_a_mixture_with_a_dataset_of_unknown_bytes(counts, folder, tmp_path):
     for path in folder.glob("*_text_document.*"):
         if path.is_file():
@@ -79,3 +92,13 @@ def test_nothing_is_said_of_a_mixture_with_a_dataset_of_unknown_bytes(counts, fo
     source = sources.build_source(run.data, run.model, run.seed)
     assert sources.bits_per_byte(source, "valid") is sources.bits_per_byte(source, "valid/short") is None
     assert sources.bits_per_byte(source, "train") == pytest.approx(1 / math.log(2) / BYTES["long"])
+
+
+def test_bytes_of_a_text_with_unknown_words_are_unknown(tmp_path):
+    (tmp_path / "v.json").write_text(json.dumps({"<unk>": 0, "<|endoftext|>": 1, "so": 2}))
+    folder = TokenizerFolder("whitespace", (str(tmp_path / "v.json"),))
+    text = run_text.of_folder(folder, 3)
+    assert [one.bytes for given in ("so so", "so it") for one in scoring.of_text("x", given, False, text)] == [
+        5,
+        None,
+    ]

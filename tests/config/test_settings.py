@@ -540,3 +540,19 @@ def test_a_length_that_is_typed_replaces_those_of_the_file_and_of_the_run(typed,
     assert (two.steps, two.samples) == (5, 90)
     kept = config.load(tmp_path / "a.yaml", ["budget.steps=null", "budget.hours=1"]).budget
     assert (kept.steps, kept.samples, kept.hours) == (None, 100, 1)
+
+
+def test_a_new_run_with_the_settings_of_another_is_told_that_its_weights_are_not_used(tmp_path, caplog):
+    folder = tmp_path / "base"
+    (folder / "checkpoints").mkdir(parents=True)
+    config.dump(config.load(None, ["data.source=synthetic", f"out={folder}"]), folder / "config.yaml")
+    said = f"only the settings of {folder} are used; checkpoint.init_from={folder} begins with its weights too"
+    for words, warned in (
+        ([f"out={tmp_path}/new"], True),
+        ([f"out={tmp_path}/new", f"checkpoint.init_from={folder}"], False),
+        ([], False),
+        ([f"out={folder}"], False),
+    ):
+        caplog.clear()
+        config.from_cli([str(folder), *words])
+        assert (said in caplog.text) == warned

@@ -1,12 +1,13 @@
 """A run makes the folder of its tokenizer when it begins."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from hpclm import config
 from hpclm.base.errors import ConfigError
-from hpclm.data import tokenizer_folder, tokenizers
+from hpclm.data import tokenizer_folder, tokenizer_writer, tokenizers
 from hpclm.training import run_tokenizer
 
 BYTES = tokenizers.build_tokenizer("bytes", []).fingerprint
@@ -44,3 +45,11 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_way_out(run, tmp_pat
     (tmp_path / "run/tokenizer").write_text("in the way")
     with pytest.raises(ConfigError, match="choose another out, or free some space"):
         run_tokenizer.keep(run, tokenizer_folder.of_data(run.data).build().fingerprint, 0)
+
+
+def test_weights_that_have_learned_another_tokenizer_are_warned_of(run, tmp_path, caplog):
+    bytes_ = tokenizers.build_tokenizer("bytes", [])
+    tokenizer_writer.write(tmp_path / "base/tokenizer", tokenizer_folder.of_files("bytes", []), bytes_)
+    begun = replace(run, checkpoint=replace(run.checkpoint, init_from=str(tmp_path / "base")))
+    run_tokenizer.keep(begun, tokenizer_folder.of_data(run.data).build().fingerprint, 0)
+    assert "base have learned another tokenizer: " in caplog.text

@@ -33,6 +33,7 @@ def test_a_network_gives_the_loss_of_the_runs_own_evaluation(name, tmp_path):
     loss = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
     assert loss == pytest.approx(hpclm.open(tmp_path / "run").evaluate(samples=4)["loss"], rel=1e-6)
     assert (model.step, model.training) == (7, False)
+    assert hpclm.load(tmp_path / "run/checkpoints/step-00000007").step == 7
 
 
 def test_changed_weights_become_a_run(tmp_path):

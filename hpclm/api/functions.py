@@ -1,6 +1,7 @@
 """``hpclm.train``, ``hpclm.open``, ``hpclm.load``, ``hpclm.submit`` and ``hpclm.settings``."""
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,7 +154,7 @@ def load(run: str | os.PathLike[str], *changes: Change, step: int | None = None)
     >>> logits = model(torch.tensor([model.tokenizer.encode("Once upon")]))
 
     Args:
-        run: a run, its directory, or its name below runs.
+        run: a run, its directory, its name below runs, or one of its checkpoints.
         changes: changes to the run's settings.
         step: the step of the checkpoint; None: the newest.
 
@@ -165,5 +166,10 @@ def load(run: str | os.PathLike[str], *changes: Change, step: int | None = None)
     """
     live.load_pytorch()
     from hpclm.api.model import loaded
+    from hpclm.checkpoint import directory
 
-    return loaded(runs.resolve(paths.expanded(os.fspath(run)), Path("runs")), words(changes), step)
+    path = paths.expanded(os.fspath(run))
+    checkpoint = re.fullmatch(r"step-(\d+)", Path(path).name)
+    if checkpoint and step is None and directory.run_of(Path(path)) != Path(path):
+        path, step = str(directory.run_of(Path(path))), int(checkpoint[1])
+    return loaded(runs.resolve(path, Path("runs")), words(changes), step)

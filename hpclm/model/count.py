@@ -45,7 +45,7 @@ def described_size(config: ModelConfig) -> str:
     """The number of parameters for messages; with experts also the number of active parameters."""
     text = f"{parameters(config):,} parameters"
     if config.block not in BLOCKS:
-        return f"{text} with hpclm's own block in place of model.block={config.block}"
+        return f"{text}, counted with hpclm's block; model.block={config.block} may have others"
     if active_parameters(config) < parameters(config):
         text += f" ({active_parameters(config):,} active for each token)"
     if config.freeze:

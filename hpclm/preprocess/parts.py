@@ -77,6 +77,11 @@ def write_part(request: PreprocessRequest) -> bool:
                     if path.name != "joined.json":
                         path.unlink(missing_ok=True)
                 return True
+    for number, prefix in enumerate(prefixes):
+        if sidecar(prefix[0]).get("job", job) != job:
+            log.warning(
+                "part %d was made from other inputs or with other options; start it again with --overwrite", number
+            )
     say(f"part {part} of {parts} is done; the last process to finish joins all parts in {folder}")
     return False
 

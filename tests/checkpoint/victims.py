@@ -10,6 +10,8 @@ from hpclm.checkpoint import resumable, staging
 from hpclm.config import from_cli
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import DistributedContext, single
+from hpclm.interop.average import averaged
+from hpclm.launch.branch import branched
 from hpclm.training import loop
 from hpclm.training.start import RunStart
 from tests.checkpoint.state import State, progress, store
@@ -106,3 +108,17 @@ def train(gate, words):
     logging.getLogger().setLevel("INFO")
     gate()
     return loop.run(RunStart(from_cli(words)), single())
+
+
+def branch(gate, trunk, target):
+    """Make a branch of a run."""
+    gate()
+    branched(trunk, target, 4, ["optim.min_lr=1e-5"])
+    return "branched"
+
+
+def average(gate, run, target):
+    """Write the mean of a run's checkpoints."""
+    gate()
+    averaged(run, target, 2, [])
+    return "averaged"

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hpclm import cli
 from hpclm.rundir import events
+from tests import traced
+from tests.checkpoint import victims
 from tests.forks import hpclm
 
 TINY = [
@@ -104,3 +107,28 @@ def test_files_on_another_disk_are_copied(trunk, tmp_path, monkeypatch):
     }
     [begun] = events.of_kind(events.read_events(tmp_path / "b"), "branched")
     assert (begun["trunk"], begun["step"]) == (str(trunk), 4)
+
+
+def weights(run):
+    return {name: text for name, text in content(run).items() if name.endswith(".safetensors")}
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(not traced.usable(), reason="strace is not installed, or may not trace here")
+@pytest.mark.parametrize("work", [victims.branch, victims.average])
+def test_a_kill_at_any_system_call_leaves_nothing_half_done(work, trunk, tmp_path):
+    whole = content(trunk)
+    target = tmp_path / "here/b"
+    points = traced.points(work, trunk, target)
+    assert len(points) > 10
+    made = weights(target)
+    for call, number, line in points:
+        shutil.rmtree(tmp_path / "here", ignore_errors=True)
+        outcome = traced.run(work, trunk, target, inject=f"{call}:signal=KILL:when={number}")
+        assert outcome.code == -9, (line, outcome)
+        if target.exists():
+            assert weights(target) == made, line
+            shutil.rmtree(target)
+        assert traced.run(work, trunk, target).answer, line
+        assert weights(target) == made and [path.name for path in target.parent.iterdir()] == ["b"], line
+    assert content(trunk) == whole

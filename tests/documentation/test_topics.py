@@ -64,7 +64,7 @@ FOUND = {
     ("callback",): (["your-own-code"], "settings (hpclm docs train.callbacks explains it)"),
     ("early stopping",): (["your-own-code"], "A callback, early stopping"),
     ("freeze",): (["finetune"], "Freeze weights"),
-    ("ema",): (["reliability"], "Averaged weights (EMA, Lookahead): hpclm makes none."),
+    ("ema",): (["reliability"], "(EMA, Lookahead): hpclm makes none"),
     ("status",): (["commands"], "hpclm help status shows the options of this command."),
     ("momentum",): (
         [],

@@ -88,13 +88,13 @@ def test_what_does_not_exist_is_named_with_what_does(tmp_path):
 def test_a_block_of_ones_own_can_be_loaded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    Path("mine.py").write_text(
+    Path("own_of_load.py").write_text(
         "from hpclm.model.gpt import Block\n\n\nclass Mine(Block):\n    def forward(self, x, context):\n"
         "        return 2 * super().forward(x, context)\n"
     )
     made.run(tmp_path / "run", NETWORKS["rope"])
-    settings = config.load(tmp_path / "run/config.yaml", ["model.block=mine:Mine"])
+    settings = config.load(tmp_path / "run/config.yaml", ["model.block=own_of_load:Mine"])
     config.dump(settings, tmp_path / "run/config.yaml")
     model = hpclm.load("run")
-    assert type(model.stack.layers["block0"]) is sys.modules["mine"].Mine
+    assert type(model.stack.layers["block0"]) is sys.modules["own_of_load"].Mine
     assert model(torch.tensor([[1, 2]])).isfinite().all()

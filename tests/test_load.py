@@ -78,6 +78,8 @@ def test_what_does_not_exist_is_named_with_what_does(tmp_path):
     for wrong in ([1, 2], [[1] * 25], [[]]):
         with pytest.raises(hpclm.ConfigError, match=r"must be a tensor \[batch, tokens\] of 1 to 24 tokens, not \["):
             hpclm.load(tmp_path / "run")(torch.tensor(wrong, dtype=torch.int64))
+    with pytest.raises(hpclm.ConfigError, match="of 1 to 24 tokens, not list"):
+        hpclm.load(tmp_path / "run")([1, 2])
     with pytest.raises(hpclm.ConfigError, match="nowhere"):
         hpclm.load(tmp_path / "nowhere")
     model = hpclm.load(tmp_path / "run")

@@ -64,10 +64,9 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] token ids -> [B, T, vocabulary] logits of each next token, in the run's compute type. T is at most model.context."""
         context = self.settings.model.context
-        if ids.ndim != 2 or not 1 <= ids.shape[1] <= context:
-            raise ConfigError(
-                f"the token ids must be a tensor [batch, tokens] of 1 to {context} tokens, not {[*ids.shape]}"
-            )
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or not 1 <= ids.shape[1] <= context:
+            given = [*ids.shape] if isinstance(ids, Tensor) else type(ids).__name__
+            raise ConfigError(f"the token ids must be a tensor [batch, tokens] of 1 to {context} tokens, not {given}")
         return self.stack.head(ids).logits()
 
     @checked

@@ -142,7 +142,7 @@ def unsuitable(config: RunConfig) -> Iterator[str]:
 
 
 def _of_one_type(engine: EngineConfig) -> Iterator[str]:
-    """The settings with which weights cannot be of different types, as frozen ones in fp32 are."""
+    """Settings that need all weights in one type; frozen weights are in fp32."""
     if engine.offload == "parameters" and engine.offload_folder:
         yield f"engine.offload_folder={engine.offload_folder} and engine.offload=parameters"
     key = "zero_optimization.use_all_reduce_for_fetch_params"

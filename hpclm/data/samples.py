@@ -5,6 +5,7 @@ Reading a sample takes a few lookups, and one copy for each of its documents. Lo
 index numbers and to copy a few hundred tokens of one type.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from hpclm.data.blend import BlendIndex
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.order import Blocks, SampleIndex
 from hpclm.data.packing import Packing
+from hpclm.data.pieces import Piece, between, occurrences, positions
 from hpclm.data.sources import PADDING
 
 WIDE = np.dtype(np.int64)
@@ -46,6 +48,7 @@ class PackedSamples:
         """``sequences``: the sequences to which ``index`` refers; None: the dataset's."""
         sequences = sequences or Sequences(dataset.sizes, dataset.pointers, range(len(dataset)))
         self.dataset = dataset
+        self.datasets = [dataset]
         self.dtype = WIDE if keep_partial else dataset.flat.dtype
         self._same = dataset.flat.dtype
         self._flat = _view(dataset.flat)
@@ -91,16 +94,55 @@ class PackedSamples:
             ) from None
         row[filled:] = PADDING
 
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """See Traceable."""
+        shuffle, starts, documents, sizes, pointers = self._columns
+        at = 2 * shuffle[index]
+        place, offset, last, end = starts[at : at + 4]
+        filled = 0
+        while place <= last:
+            sequence = documents[place]
+            size = sizes[sequence] - offset
+            if place == last:
+                size = end + 1 - offset  # the first token of the next sample is the last label of this one
+            if size:
+                yield Piece(filled, 0, pointers[sequence] // self._width + offset, size)
+            filled += size
+            place += 1
+            offset = 0
+
+    def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
+        """See Traceable."""
+        shuffle, starts, documents, sizes, pointers = self._columns
+        first = max(0, bisect_right(pointers, begin * self._width) - 1)
+        last = bisect_left(pointers, end * self._width)
+        found = [np.empty(0, np.int64)]
+        samples = range(len(shuffle))
+        for place in between(np.asarray(documents), first, last).tolist():
+            sequence = documents[place]
+            before = pointers[sequence] // self._width
+            low = max(begin - before, 0)
+            high = min(end - before, sizes[sequence])
+            if low < high:
+                # rows of starts are ascending; that of the next sample is the last token of this one
+                lowest = bisect_left(samples, (place, low), key=lambda i: (starts[2 * i + 2], starts[2 * i + 3]))
+                highest = bisect_left(samples, (place, high), key=lambda i: (starts[2 * i], starts[2 * i + 1]))
+                found.append(np.arange(lowest, highest))
+        return positions(np.asarray(shuffle), np.unique(np.concatenate(found)))
+
 
 class BlockSamples:
     """fairseq's samples: a block is the labels, and the tokens shifted by one are the inputs."""
 
     dtype = WIDE
 
-    def __init__(self, flat: NDArray, blocks: Blocks, order: NDArray[np.integer], eos: int):
-        """``flat``: the tokens that the blocks index; ``eos``: the input before a block that starts with a line."""
-        self.flat = flat
+    def __init__(self, dataset: IndexedDataset, first: int, blocks: Blocks, order: NDArray[np.integer], eos: int):
+        """``first``: the token of the dataset that the blocks count from; ``eos``: the input before a block that starts with a line."""
+        self.datasets = [dataset]
+        self.flat = dataset.flat[first:]
         self.eos = eos
+        self._first = first
+        self._blocks = blocks
         self._bounds = _view(blocks.bounds.reshape(-1))
         self._fresh = _view(blocks.fresh)
         self._order = _view(order)
@@ -119,16 +161,31 @@ class BlockSamples:
         row[1 : 1 + end - begin] = self.flat[begin:end]
         row[1 + end - begin :] = PADDING
 
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """See Traceable."""
+        block = self._order[index]
+        at = int(self._fresh[block])
+        begin = self._bounds[2 * block] - 1 + at
+        yield Piece(at, 0, self._first + begin, self._bounds[2 * block + 1] - begin)
+
+    def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
+        """See Traceable."""
+        firsts = self._blocks.bounds[:, 0] - 1 + self._blocks.fresh
+        reads = (firsts < end - self._first) & (self._blocks.bounds[:, 1] > begin - self._first)
+        return positions(np.asarray(self._order), np.flatnonzero(reads))
+
 
 class DocumentSamples:
     """Whole documents, several in a sample (data.order=packed)."""
 
     dtype = WIDE
 
-    def __init__(self, flat: NDArray, mask: NDArray | None, packing: Packing, order: NDArray[np.integer]):
-        """``flat``: all tokens of the dataset. ``mask``: 1 for each token that counts in the loss; None: all count."""
-        self.flat = flat
+    def __init__(self, dataset: IndexedDataset, mask: NDArray | None, packing: Packing, order: NDArray[np.integer]):
+        """``mask``: 1 for each token of the dataset that counts in the loss; None: all count."""
+        self.datasets = [dataset]
+        self.flat = dataset.flat
         self.mask = mask
+        self._packing = packing
         self._starts, self._sizes, self._bounds = (
             _view(array) for array in (packing.starts, packing.sizes, packing.bounds)
         )
@@ -140,9 +197,9 @@ class DocumentSamples:
     def read(self, index: int, row: NDArray[np.integer]) -> None:
         """Fill ``row`` [S + 1] with sample ``index``."""
         filled = 0
-        for begin, size in self._pieces(index):
-            row[filled : filled + size] = self.flat[begin : begin + size]
-            filled += size
+        for at, _, begin, size in self.pieces(index):
+            filled = at + size
+            row[at:filled] = self.flat[begin : begin + size]
         row[filled:] = PADDING
 
     def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
@@ -152,20 +209,29 @@ class DocumentSamples:
         """
         number = filled = 0
         counted[:] = False
-        for number, (begin, size) in enumerate(self._pieces(index), 1):
-            end = filled + size
-            documents[filled:end] = number - 1
-            counted[filled + 1 : end] = True
+        for number, (at, _, begin, size) in enumerate(self.pieces(index), 1):
+            filled = at + size
+            documents[at:filled] = number - 1
+            counted[at + 1 : filled] = True
             if self.mask is not None:
-                counted[filled + 1 : end] = self.mask[begin + 1 : begin + size] == 1
-            filled = end
+                counted[at + 1 : filled] = self.mask[begin + 1 : begin + size] == 1
         documents[filled:] = number
 
-    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
-        """First token and number of tokens of each piece."""
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """See Traceable."""
         sample = self._order[index]
+        at = 0
         for piece in range(self._bounds[sample], self._bounds[sample + 1]):
-            yield self._starts[piece], self._sizes[piece]
+            yield Piece(at, 0, self._starts[piece], self._sizes[piece])
+            at += self._sizes[piece]
+
+    def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
+        """See Traceable."""
+        starts, sizes, bounds = self._packing.starts, self._packing.sizes, self._packing.bounds
+        longest = int(sizes.max(initial=0))
+        near = between(starts, begin - longest + 1, end)
+        reads = near[starts[near] + sizes[near] > begin]
+        return positions(np.asarray(self._order), np.unique(np.searchsorted(bounds, reads, "right") - 1))
 
 
 class BlendedSamples:
@@ -175,6 +241,7 @@ class BlendedSamples:
         """``parts``: Samples; either all or none are DocumentSamples."""
         types = {part.dtype for part in parts}
         self.dtype = types.pop() if len(types) == 1 else WIDE
+        self.datasets = [part.datasets[0] for part in parts]
         self._parts = parts
         self._reads = [part.read for part in parts]
         self._which = _view(blend_index.which)
@@ -190,6 +257,16 @@ class BlendedSamples:
     def read_documents(self, index: int, documents: NDArray[np.integer], counted: NDArray[np.bool_]) -> None:
         """See DocumentSamples; only if the parts are DocumentSamples."""
         self._parts[self._which[index]].read_documents(self._index[index], documents, counted)
+
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """See Traceable."""
+        which = self._which[index]
+        for piece in self._parts[which].pieces(self._index[index]):
+            yield piece._replace(dataset=which)
+
+    def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
+        """See Traceable."""
+        return occurrences(np.asarray(self._which), dataset, self._parts[dataset].find(0, begin, end))
 
 
 def _view(array: NDArray) -> "memoryview[int]":

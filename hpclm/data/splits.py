@@ -132,15 +132,14 @@ class DatasetSlice:
         """At least ``requested`` samples, or one epoch; there must be at least one sample."""
         if self.sampling.break_mode:
             first = self.dataset.place(self.span.start)
-            flat = self.dataset.flat[first : first + self.tokens]
             order = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
-            return BlockSamples(flat, self._blocks, order, self.sampling.eos)
+            return BlockSamples(self.dataset, first, self._blocks, order, self.sampling.eos)
         if self.sampling.packed:
             shuffle = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
             mask = None
             if self.mask is not None:
                 mask = self.mask.flat
-            return DocumentSamples(self.dataset.flat, mask, self._packing, shuffle)
+            return DocumentSamples(self.dataset, mask, self._packing, shuffle)
         wanted = self._order(requested)
         sequences = self._sequences
 

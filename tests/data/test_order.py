@@ -208,7 +208,7 @@ def test_blocks_and_their_samples_are_fairseqs(mode):
     found = blocks(data.sizes, 64, mode)
     assert np.array_equal(found.bounds, theirs["slice_indices"])
     assert np.array_equal(found.fresh, theirs["block_to_dataset_index"][:, 1] == 0)
-    samples = BlockSamples(data.flat, found, np.arange(len(found.bounds)), eos=2)
+    samples = BlockSamples(data, 0, found, np.arange(len(found.bounds)), eos=2)
     made = hashlib.sha256()
     for row in rows(samples, 64):
         row = row[row != PADDING]

@@ -184,7 +184,7 @@ def test_how_an_attempt_failed_is_told_in_its_own_words(tmp_path, tiny):
     [row] = status(tmp_path / "run")
     assert (row["state"], row["exit_code"]) == ("failed", 93) and "finite" in row["ending"]
     assert (
-        f"hpclm logs {tmp_path}/run · it ends with what to change\n"
+        f"hpclm logs {tmp_path}/run · the log ends with what to change\n"
         in hpclm("status", tmp_path / "run", check=0).stdout
     )
 

@@ -30,11 +30,15 @@ def names(folder: Path) -> list[str]:
             raise HpclmError(f"{folder} is a link to a missing target; mount it, then start again") from error
         return []
     except OSError as error:  # not the same as empty: the run must not start from scratch because of it
-        if error.errno in REFUSED:
-            raise ConfigError(
-                f"{folder} cannot be read: {error.strerror}; check the path and its permissions"
-            ) from None
+        _refuse(folder, error)
         raise HpclmError(f"{folder} cannot be read now: {error.strerror}; check the disk, then start again") from error
+
+
+def _refuse(path: Path, error: OSError) -> None:
+    """ConfigError if ``error`` is the fault of the path, not of the disk."""
+    if error.errno in REFUSED:
+        wrong = f"{error.filename or path} cannot be read: {error.strerror}; check the path and its permissions"
+        raise ConfigError(wrong) from None
 
 
 def run_of(path: Path) -> Path:
@@ -76,6 +80,7 @@ def checked(folder: Path, check: Check = check_sizes) -> Manifest:
     except OSError as error:
         if not folder.exists():
             raise BadCheckpoint("it was removed") from None
+        _refuse(folder, error)
         raise unreadable(folder, error) from error
     return manifest
 

@@ -7,7 +7,7 @@ from hpclm.base.errors import ConfigError, ExitCode
 from hpclm.base.terminal import say
 from hpclm.checkpoint import listing
 from hpclm.parser import Parser, exit_codes
-from hpclm.rundir import events, runs
+from hpclm.rundir import runs
 
 
 def main(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
@@ -17,9 +17,9 @@ def main(run: str, runs_folder: Path, no_verify: bool, as_json: bool) -> int:
         wrong = "is a file and must be a folder" if folder.exists() else "does not exist: the run has saved nothing yet"
         raise ConfigError(f"{folder} {wrong}")
     listed = []
-    begun = events.trunk(folder.parent)
-    if begun and not as_json:
-        say(f"a branch of {begun[0]} at step {begun[1]}")
+    trunk = runs.read_run(folder.parent).trunk
+    if trunk and not as_json:
+        say(f"branch of {trunk.described()}")
     for row in listing.rows(folder, verify=not no_verify):
         listed.append(row)
         say(json.dumps(row) if as_json else listing.line(row), flush=True)

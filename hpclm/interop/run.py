@@ -195,9 +195,21 @@ def save_beside(run: Path, target: Path, config: configs.RunConfig, weights: Sta
     """Write ``weights`` as the run ``target`` at step 0, with the settings ``config`` and the tokenizer of ``run``."""
     settings = replace(config, name=target.name, out=str(target))
     with fresh(target, mode=0o700) as staging_dir:
-        if (run / "tokenizer").is_dir():
-            shutil.copytree(run / "tokenizer", staging_dir / "tokenizer")
+        copy_tokenizer(run, staging_dir)
         save(staging_dir, settings, weights)
+
+
+def copy_tokenizer(run: Path, staging_dir: Path) -> None:
+    """Copy the tokenizer of ``run``, if it has one. ConfigError or HpclmError if that fails."""
+
+    def copy(source: str, target: str) -> None:
+        try:
+            shutil.copyfile(source, target)
+        except OSError as error:  # copytree would collect these
+            raise unwritten(error, target, "nothing was written") from None
+
+    if (run / "tokenizer").is_dir():
+        shutil.copytree(run / "tokenizer", staging_dir / "tokenizer", copy_function=copy)
 
 
 def network(derived: Mapping[str, Any], overrides: list[str]) -> ModelConfig:

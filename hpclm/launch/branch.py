@@ -2,20 +2,19 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hpclm import config as configs
-from hpclm.base import files
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
+from hpclm.checkpoint import manifest as manifests
+from hpclm.checkpoint.fingerprint import differences, fingerprint
 from hpclm.config import RunConfig
+from hpclm.config.checks import typed
 from hpclm.config.section import leaves
-from hpclm.interop.run import fresh
+from hpclm.interop.run import copy_tokenizer, fresh
 from hpclm.rundir import events
-
-FIXED = ("model", "data", "seed")
-"""Settings that a branch shares with its trunk: the checkpoint fits no other network, and holds a position in the order of these data."""
 
 
 def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -> int:
@@ -32,46 +31,48 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
     step = max(there) if step is None else step
     before = configs.of_run(trunk, [])
     config = configs.of_run(trunk, [*settings, f"name={target.name}", f"out={target}"])
-    fixed = [*_changed(before, config)]
+    fixed = [*_fixed(before, config)]
     if fixed:
         raise ConfigError(
-            f"{', '.join(fixed)}: a branch has the network, data and seed of its trunk; for a new run with other ones, which starts from "
-            "these weights, give checkpoint.init_from"
+            [
+                "a branch has the network, data, seed and optimizer of its trunk; for a new run with others, which starts from these "
+                "weights, give checkpoint.init_from, or revert:",
+                *fixed,
+            ]
         )
-    directory.locate(there[step])  # its hashes are verified
+    source, manifest = directory.locate(there[step])  # its hashes are verified
     with fresh(target, mode=0o700) as staging:
         configs.dump(config, staging / "config.yaml")
-        if (trunk / "tokenizer").is_dir():
-            shutil.copytree(trunk / "tokenizer", staging / "tokenizer")
+        copy_tokenizer(trunk, staging)
         checkpoints = staging / "checkpoints"
         checkpoints.mkdir(0o700)
-        _share(there[step], checkpoints / there[step].name)
+        _share(source, [manifests.NAME, *manifest.files], checkpoints / source.name)
         directory.mark(checkpoints)
         events.append(staging, "branched", trunk=str(trunk.absolute()), step=step)
     return step
 
 
-def _changed(before: RunConfig, now: RunConfig) -> Iterator[str]:
-    """The settings in FIXED that differ."""
-    for name in FIXED:
-        one, other = getattr(before, name), getattr(now, name)
-        if name == "seed":
-            pairs = [(name, one, other)]
-        else:
-            old = dict(leaves(one))
-            pairs = [(f"{name}.{key}", old.get(key), value) for key, value in leaves(other)]
-        yield from (key for key, old_value, value in pairs if old_value != value)
+def _fixed(before: RunConfig, now: RunConfig) -> Iterator[str]:
+    """The differences in settings that must not change: the checkpoint holds a state of these weights, and a position in these data."""
+    one, other = (
+        fingerprint(run.model, run.seed, optim=run.optim, micro_size=run.batch.micro_size) for run in (before, now)
+    )
+    yield from differences(one, other)
+    old = dict(leaves(before.data))
+    for key, value in leaves(now.data):
+        if value != old[key]:
+            yield f"data.{key} was {typed(old[key])} and is now {typed(value)}"
 
 
-def _share(source: Path, target: Path) -> None:
-    """Share the files of a checkpoint with another folder: as hard links, or as copies of another user's and on other disks."""
+def _share(source: Path, names: Iterable[str], target: Path) -> None:
+    """Share the files ``names`` of a folder with another one: as hard links, or as copies of another user's and on other disks."""
     target.mkdir(0o700)
-    for file in source.iterdir():
+    for name in names:
+        file = source / name
         if file.stat().st_uid == os.geteuid():
             try:
-                os.link(file, target / file.name)
+                os.link(file, target / name)
                 continue
             except OSError:  # another disk, or one without hard links
                 pass
-        shutil.copyfile(file, target / file.name)
-        files.sync(target / file.name)
+        shutil.copyfile(file, target / name)

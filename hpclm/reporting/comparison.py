@@ -10,6 +10,7 @@ from hpclm.reporting import history, provenance
 from hpclm.reporting.history import History
 from hpclm.reporting.provenance import Settings
 from hpclm.reporting.standings import Runs, Standing, ranked
+from hpclm.rundir.branches import resolved
 from hpclm.rundir.state import State
 
 FIGURES = {
@@ -62,6 +63,12 @@ def names(chosen: Sequence[Path]) -> list[str]:
         if len(set(short)) == len(short):
             return short
     return [str(path) for path in paths]
+
+
+def trunks(runs: Runs) -> dict[str, str]:
+    """Name -> the run that it goes on from, in words, for runs that are branches."""
+    listed = {resolved(run.out): name for name, run in runs.items()}
+    return {name: f"Branch of {run.trunk.described(listed)}" for name, run in runs.items() if run.trunk}
 
 
 def differing(settings: Mapping[str, Settings]) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,7 @@ from hpclm.base.errors import MACHINE, unread
 from hpclm.reporting.attempts import AttemptReport, Signs, attempts
 from hpclm.reporting.expert_history import ExpertHistory, expert_history
 from hpclm.rundir import events, metrics_file
+from hpclm.rundir.branches import Trunk, trunk_of
 from hpclm.rundir.rows import Row, fits
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,8 @@ class History:
     """The load of its experts; None without experts."""
     state: str = ""
     """The state at the end of the last attempt; empty if unknown."""
+    trunk: Trunk | None = None
+    """The run that it goes on from; None if it is not a branch."""
 
     @property
     def wall(self) -> float:
@@ -148,6 +151,7 @@ def read_history(out: Path) -> History:
         tuple(row for row in kept.others if "tasks" in row),
         _if_readable(lambda: expert_history(metrics_file.stream_expert_tokens(out))),
         events.last_end(happened).get("state") or "",
+        trunk_of(happened),
     )
 
 

@@ -53,13 +53,15 @@ def page(content: ReportContent) -> str:
         heat_maps = best.history.experts.heat_maps
     title = f"{len(entries)} runs compared" if several else best.name
     body = [f"<h1>{text(title)}</h1>"]
+    trunks = comparison.trunks(content.runs)
     if several:
         body += [_verdict([entry.standing for entry in entries], provenance.differing(content.settings))]
-        body += [_ranking(entries), _samples(content, entries), *_curves(drawn, heat_maps), "<h2>Attempts</h2>"]
+        body += [_ranking(entries, trunks), _samples(content, entries), *_curves(drawn, heat_maps), "<h2>Attempts</h2>"]
         body.append(timeline.legend(content.runs.values()))
         body += (f"<h3>{text(entry.name)}</h3>{timeline.bars(entry.history)}" for entry in entries)
     else:
         body.append(f"<p>{text(timeline.state(best.history))}</p>")
+        body += (f"<p>{text(trunk)}.</p>" for trunk in trunks.values())
         if best.standing.diverged is not None:
             body.append(f'<p class="warn">The run diverged at step {best.standing.diverged}.</p>')
         body += [*_curves(drawn, heat_maps), _samples(content, entries)]
@@ -100,7 +102,7 @@ def _verdict(standings: Sequence[Standing], differing: Mapping[str, object]) -> 
     return f"<p>{' '.join(said)}</p>"
 
 
-def _ranking(entries: Sequence[Entry]) -> str:
+def _ranking(entries: Sequence[Entry], trunks: Mapping[str, str]) -> str:
     """The runs as rows, the best first, with the settings that differ. A click on a column heading sorts. On a phone, the settings are
     below the run's name instead of in columns, so that no scrolling is needed."""
     swatches = colours(entry.name for entry in entries)
@@ -114,7 +116,10 @@ def _ranking(entries: Sequence[Entry]) -> str:
     rows = []
     for entry in entries:
         swatch = _swatch(swatches.get(entry.name), "")
-        cells = [("", entry.name, swatch + text(entry.name) + _beside(entry.settings))]
+        name = text(entry.name)
+        if entry.name in trunks:
+            name += f'<br><span class="soft">{text(trunks[entry.name])}</span>'
+        cells = [("", entry.name, swatch + name + _beside(entry.settings))]
         cells += [
             (SETTING, provenance.shown(value), text(provenance.shown(value))) for value in entry.settings.values()
         ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpclm.base import files, terminal
 from hpclm.base.errors import ExitCode
-from hpclm.rundir import events, rows
+from hpclm.rundir import branches, events, rows
 from hpclm.rundir import runs as folders
 from hpclm.rundir.runs import RunFacts
 from hpclm.rundir.state import State, span
@@ -32,13 +32,24 @@ ORDER = ("running", "starting", "completing", "waiting", "failed", "ended", "unk
 
 def table(statuses: Sequence[State], width: int | None = None) -> Iterator[str]:
     """A header, and a line for each run. ``width``: columns of the terminal; the notes of a longer line go below it."""
-    rows = [COLUMNS, *map(row, statuses)]
+    rows = [COLUMNS, *_tree(statuses)]
     lines = terminal.columns(rows)
     if width is None:
         yield from lines
     else:
         yield from _fitted(rows, lines, width)
     yield from silent(statuses)
+
+
+def _tree(statuses: Sequence[State]) -> Iterator[tuple[str, ...]]:
+    """The lines of runs, each branch indented below its trunk."""
+    shown = {branches.resolved(status.run.out): files.shown(status.run.out) for status in statuses}
+    for place, depth in branches.tree([(status.run.out, status.run.trunk) for status in statuses]):
+        run, *cells, notes = row(statuses[place])
+        trunk = statuses[place].run.trunk
+        if trunk:
+            notes = " · ".join(filter(None, [terminal.line(f"branch of {trunk.described(shown)}"), notes]))
+        yield ("  " * depth + run, *cells, notes)
 
 
 def silent(statuses: Sequence[State]) -> list[str]:
@@ -112,6 +123,8 @@ def _more(status: State) -> Iterator[tuple[str, str]]:
     yield "ended", "" if status.live else status.ending
     if summary.get("validation_loss") is not None:
         yield "validation", f"{summary['validation_loss']:.4f} at step {summary.get('validation_step')}"
+    if run.trunk:
+        yield "branch of", run.trunk.described()
     if run.attempt:
         yield "attempts", _attempts(run)
     rollback = events.pending_rollback(run.events)
@@ -164,6 +177,7 @@ def values(status: State) -> dict[str, Any]:
         "seconds_left": status.left,
         "last_step_age": status.age,
         "checkpoint": run.checkpoint[0] if run.checkpoint else None,
+        "trunk": {"run": str(run.trunk.out), "step": run.trunk.step} if run.trunk else None,
         "attempts": len(run.attempts),
         "from_step": run.attempt.get("from_step"),
         "host": run.attempt.get("host"),

@@ -66,6 +66,7 @@ NEEDED: dict[str, Sequence[str]] = {
     "submitted": ("cluster", "job_id", "nodes", "tasks_per_node"),
     "ended": ("code",),
     "cancelled": ("by",),
+    "branched": ("trunk", "step"),
     "sink": ("sink", "cause"),
 }
 """The fields that every event of a kind has."""
@@ -170,12 +171,6 @@ def unsent(happened: Iterable[Row]) -> dict[str, str]:
 def rollback(out: Path) -> int | None:
     """``pending_rollback`` of the run in ``out``. Errors: see ``read_or_refuse``."""
     return pending_rollback(read_or_refuse(out))
-
-
-def trunk(out: Path) -> tuple[str, int] | None:
-    """The run that a branch goes on from, and the step; None for other runs."""
-    found = of_kind(read_events(out), "branched")
-    return (found[0]["trunk"], found[0]["step"]) if found else None
 
 
 def pending_rollback(happened: Iterable[Row]) -> int | None:

@@ -15,7 +15,7 @@ from hpclm.base import files, folders
 from hpclm.base.errors import MACHINE, ConfigError, unread
 from hpclm.base.registry import hint
 from hpclm.node.job import Job
-from hpclm.rundir import events, lease, rows, summary
+from hpclm.rundir import branches, events, lease, rows, summary
 from hpclm.rundir.events import AttemptEvents
 from hpclm.rundir.folder import MARKS, survey_checkpoints
 from hpclm.rundir.rows import Row
@@ -57,6 +57,11 @@ class RunFacts:
     def attempts(self) -> list[AttemptEvents]:
         """Its attempts, oldest first."""
         return events.attempts(self.events)
+
+    @cached_property
+    def trunk(self) -> branches.Trunk | None:
+        """The run that it goes on from; None if it is not a branch."""
+        return branches.trunk_of(self.events)
 
     @property
     def attempt(self) -> Row:

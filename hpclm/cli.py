@@ -31,6 +31,7 @@ GROUPS = {
         "logs": "print or follow the log of a run, a rank or a job",
         "report": "write a page about one or more runs: curves, attempts, and why they ended",
         "checkpoints": "list and verify a run's checkpoints",
+        "ledger": "show which documents each step of a run has read, and which steps read a document",
     },
     "change": {
         "request": "ask a run that trains to save, or to save and stop",

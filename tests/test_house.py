@@ -32,7 +32,7 @@ FLOORS = [
     {"inference"},
     {"interop"},
     {"training"},
-    {"launch"},
+    {"launch", "ledger"},
     {"trials"},
     {"api", "documentation"},
     {"cli"},
@@ -129,7 +129,18 @@ CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", 
 
 
 CORE = {"config", "parallel", "model", "optim", "data", "engine", "checkpoint", "diagnostics", "training"}
-LEAVES = {"planning", "interop", "inference", "preprocess", "launch", "trials", "reporting", "commands", "api"}
+LEAVES = {
+    "planning",
+    "interop",
+    "inference",
+    "preprocess",
+    "launch",
+    "ledger",
+    "trials",
+    "reporting",
+    "commands",
+    "api",
+}
 
 
 def test_the_core_imports_no_leaf():

@@ -36,6 +36,8 @@ def test_a_run_goes_on_in_any_other_layout(layouts, tiny, tmp_path):
         with Ranks(size, tiny("pieces", *more, *words, f"stop_at={3 * number}")) as ranks:
             found = ranks.wait()
             assert {code for code, _ in found.values()} == {0}, found
+    hashes = [figures(tmp_path / out, "step", "data_hash") for out in ("whole", "pieces")]
+    assert hashes[0] == hashes[1] and len(dict(hashes[0])) == 3 * len(layouts)
     for keys in (("step", "loss", "grad_norm"), ("step", "validation_loss")):
         whole, pieces = (figures(tmp_path / out, *keys) for out in ("whole", "pieces"))
         seen = {row[0]: row for row in pieces}

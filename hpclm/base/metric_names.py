@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _OF_HPCLM = (
-    "step samples time loss grad_norm skipped guarded z_loss lr loss_scale batch_size memory data_fraction tokens_per_second mfu hfu "
+    "step samples time data_hash loss grad_norm skipped guarded z_loss lr loss_scale batch_size memory data_fraction tokens_per_second mfu hfu "
     "spiking_since training_loss validation_loss validation_perplexity validation_bits_per_byte part tasks counted_tokens "
     "empty_micro_batches"
 )

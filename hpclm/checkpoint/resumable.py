@@ -113,6 +113,7 @@ def roll_back(out: Path, step: int | None = None) -> int | None:
             directory.put_away(saved[number], "rolled-back", f"a later start went back to step {step}")
     files.sync(folder)
     files.write_text(folder / "latest", saved[step].name + "\n")
+    metrics_file.note_reached(out, step)
     with suppress(FileNotFoundError):
         metrics_file.move_after(out, step)
     events.append(out, "rolled back", step=step)

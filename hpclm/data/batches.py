@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig, ModelConfig, Plan
+from hpclm.data.pieces import sample_hash
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.node import hardware
 from hpclm.parallel.mesh import Compute
@@ -50,6 +51,8 @@ class Batches:
             self.dtype = np.dtype(np.int64)
         self.unset = int(np.iinfo(self.dtype).max)
         """Initial value of each entry of a row; not a token."""
+        self.hash = 0
+        """Sum of ``sample_hash`` of this replica's samples in the last step, modulo 2**64."""
         self._ahead = Prefetch(
             lambda consumed: list(self._read(consumed, plan.batch_size(consumed))),
             lambda consumed: consumed + plan.batch_size(consumed),
@@ -59,7 +62,9 @@ class Batches:
 
     def step(self, consumed: int) -> list[MicroBatch]:
         """The micro-batches of the step that begins after ``consumed`` samples."""
-        return [self._place(loaded) for loaded in self._ahead(consumed)]
+        batches = self._ahead(consumed)
+        self.hash = sum(loaded.hash for loaded in batches) % 2**64
+        return [self._place(loaded) for loaded in batches]
 
     def take(self, start: int, count: int) -> Iterator[MicroBatch]:
         """Samples ``start`` to ``start + count``, one micro-batch at a time; past the end the samples repeat.
@@ -96,6 +101,7 @@ class Batches:
             read(index % length, row)
         padded = self._check(rows, indices)
         wide = rows.astype(np.int64)
+        total = sum(map(sample_hash, wide))
         mask = positions = documents = None
         if padded:
             mask = wide[:, 1:] != PADDING
@@ -122,7 +128,7 @@ class Batches:
                 documents = number
             if self.data.reset_position_ids:
                 positions = _restarted(number)
-        return _Loaded(*(self._tensor(x) for x in (wide, mask, positions, documents)))
+        return _Loaded(total, *(self._tensor(x) for x in (wide, mask, positions, documents)))
 
     def _tensor(self, values: NDArray | None) -> Any:
         if values is None:
@@ -153,7 +159,7 @@ class Batches:
         return padded
 
     def _place(self, loaded: "_Loaded") -> MicroBatch:
-        moved: list[Any] = [None if x is None else x.to(self.device, non_blocking=True) for x in loaded]
+        moved: list[Any] = [None if x is None else x.to(self.device, non_blocking=True) for x in loaded[1:]]
         rows, *others = moved
         # views, because two copies would take as long as reading
         whole = MicroBatch(rows[:, :-1], rows[:, 1:], *others)
@@ -161,8 +167,9 @@ class Batches:
 
 
 class _Loaded(NamedTuple):
-    """A micro-batch on the CPU: rows [B, T + 1] hold tokens and labels; for the rest see MicroBatch."""
+    """A micro-batch on the CPU: the sum of the hashes of its samples; rows [B, T + 1] hold tokens and labels; for the rest see MicroBatch."""
 
+    hash: int
     rows: Tensor
     loss_mask: Tensor | None
     positions: Tensor | None

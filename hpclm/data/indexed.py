@@ -145,6 +145,16 @@ class IndexedDataset:
             return len(self)
         return int(np.searchsorted(self._index.starts, token * self.dtype.itemsize, "right")) - 1
 
+    def document_at(self, token: int) -> int:
+        """The document that holds the token ``flat[token]``."""
+        sequence = bisect_right(range(len(self)), token, key=self.place) - 1
+        return bisect_right(range(self.document_count), sequence, key=lambda k: int(self.bounds(k, k)[0])) - 1
+
+    def document_tokens(self, document: int) -> tuple[int, int]:
+        """First and last + 1 token of ``document`` in ``flat``."""
+        first, last = map(int, self.bounds(document, document + 1))
+        return self.place(first), self.place(last)
+
     def places(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """``place`` of each of ``sequences`` [k], 0 to n and ascending."""
         places = np.full(len(sequences), self.token_count)
@@ -228,8 +238,7 @@ def _not_there(prefix: Path, missing: list[str]) -> str:
 def whereabouts(dataset: IndexedDataset, place: int) -> str:
     """Byte, document and sequence of the token ``flat[place]``, for messages."""
     sequence = bisect_right(range(len(dataset)), place, key=dataset.place) - 1
-    document = bisect_right(range(dataset.document_count), sequence, key=lambda k: int(dataset.bounds(k, k)[0])) - 1
     return (
-        f"byte {place * dataset.dtype.itemsize} (document {document}, sequence {sequence}, "
+        f"byte {place * dataset.dtype.itemsize} (document {dataset.document_at(place)}, sequence {sequence}, "
         f"offset {place - dataset.place(sequence)} in it)"
     )

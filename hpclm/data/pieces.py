@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from hpclm.data.indexed import IndexedDataset
@@ -29,6 +30,10 @@ class Traceable(Protocol):
 
     datasets: Sequence[IndexedDataset]
 
+    def __len__(self) -> int:
+        """See Samples."""
+        ...
+
     def pieces(self, index: int) -> Iterator[Piece]:
         """The pieces of sample ``index``, in order, as they fill its row; without padding, and without tokens of no dataset."""
         ...
@@ -36,6 +41,11 @@ class Traceable(Protocol):
     def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
         """The samples that read any of the tokens ``begin`` to ``end`` of a dataset, as input or label; ascending, each once."""
         ...
+
+
+def sample_hash(row: NDArray[np.int64]) -> int:
+    """64-bit xxh3 of a sample: its context + 1 tokens with PADDING, 8 bytes each, little-endian, whatever the dataset's type."""
+    return xxhash.xxh3_64_intdigest(row.astype("<i8", copy=False).data)
 
 
 def between(values: NDArray[np.integer], low: int, high: int) -> NDArray[np.int64]:

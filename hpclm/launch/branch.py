@@ -48,7 +48,8 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
         checkpoints.mkdir(0o700)
         _share(source, [manifests.NAME, *manifest.files], checkpoints / source.name)
         directory.mark(checkpoints)
-        events.append(staging, "branched", trunk=str(trunk.absolute()), step=step)
+        begun = len(events.of_kind(events.read_events(trunk), "began"))
+        events.append(staging, "branched", trunk=str(trunk.absolute()), step=step, attempts=begun)
     return step
 
 

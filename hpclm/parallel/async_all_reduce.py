@@ -26,8 +26,11 @@ class AsyncAllReduce:
             # an event recorded on a stream without work completes at once, however busy the device is
             self._idle = torch.cuda.Stream(device)
 
-    def start(self, values: Mapping[str, float | Tensor], counts: Tensor | None = None) -> "Reduction":
+    def start(
+        self, values: Mapping[str, float | Tensor], counts: Tensor | None = None, slots: Sequence[float] = ()
+    ) -> "Reduction":
         """Send numbers known on the host, and scalars that the device may still be computing. ``counts``: a tensor of any shape.
+        ``slots``: more numbers known on the host, without names.
 
         A collective: every rank sends the same names, with the same kinds of values, in the same order.
         """
@@ -35,7 +38,7 @@ class AsyncAllReduce:
         queued = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         names = [*on_host, *queued]
         # float64 holds counts of tokens and samples exactly; fp32 rounds integers above 2^24
-        host = torch.tensor(list(on_host.values()), dtype=torch.float64, pin_memory=self._stream is not None)
+        host = torch.tensor([*slots, *on_host.values()], dtype=torch.float64, pin_memory=self._stream is not None)
         # from pageable memory, this copy would block the host
         vector = host.to(self.device, non_blocking=True)
         if queued:
@@ -46,7 +49,7 @@ class AsyncAllReduce:
         if self.world.size > 1:
             work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self.world.group, async_op=True)
         if self._stream is None:
-            return Reduction(names, vector, work)
+            return Reduction(names, len(slots), vector, work)
         copied = torch.cuda.Event(enable_timing=True)
         back = torch.empty(vector.shape, dtype=torch.float64, pin_memory=True)
         # on a separate stream: if the computing stream waited for the slowest rank, the next step's kernels would be late
@@ -56,7 +59,7 @@ class AsyncAllReduce:
                 work.wait()  # the stream waits, not the host
             back.copy_(vector, non_blocking=True)
             copied.record()
-        return Reduction(names, back, work, vector, copied, self._idle)
+        return Reduction(names, len(slots), back, work, vector, copied, self._idle)
 
 
 class Reduction:
@@ -65,6 +68,7 @@ class Reduction:
     def __init__(
         self,
         names: Sequence[str],
+        slots: int,
         host: Tensor,
         work: Any,
         device: Tensor | None = None,
@@ -73,6 +77,8 @@ class Reduction:
     ):
         """``device``: kept until ``copied``, the event after which ``host`` is complete. ``idle``: a stream without work."""
         self._names = names
+        self._end_of_slots = slots
+        self._end_of_values = slots + len(names)
         self._host = host
         self._work = work
         self._device = device
@@ -105,9 +111,15 @@ class Reduction:
             self._copied.synchronize()
         elif self._work is not None:
             wait(self._work)
-        return dict(zip(self._names, self._host[: len(self._names)].tolist(), strict=True))
+        values = self._host[self._end_of_slots : self._end_of_values].tolist()
+        return dict(zip(self._names, values, strict=True))
 
     @property
     def counts(self) -> Tensor:
         """The counts as one fp64 vector, after ``read`` has returned; empty if none were sent."""
-        return self._host[len(self._names) :]
+        return self._host[self._end_of_values :]
+
+    @property
+    def slots(self) -> list[float]:
+        """The maxima of the numbers without names, after ``read`` has returned."""
+        return self._host[: self._end_of_slots].tolist()

@@ -3,13 +3,14 @@
 | kind | writer | facts |
 |---|---|---|
 | submitted | the process that submits a job or launches ranks | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
-| began | rank 0, when an attempt begins | from_step, steps, config, launcher, job_id, restart, host, pid, versions, ... |
+| began | rank 0, when an attempt begins | from_step, samples, planned, steps, config, launcher, job_id, restart, host, pid, versions, ... |
 | ended | a rank | code, state, ending, step, over (nothing is left to do) |
 | ended | the process that started the ranks | code, cause, signal |
 | cancelled | hpclm cancel | by |
 | roll back | --from STEP | step to go back to; null if the request is withdrawn |
 | rolled back | rank 0, when it has gone back | step |
-| branched | hpclm branch | trunk: the run that this one goes on from; step |
+| reached | rank 0, before it drops rows of steps that will be repeated | step: the last one that was trained |
+| branched | hpclm branch | trunk: the run that this one goes on from; step; attempts: of the trunk until then |
 | preflight, corrupt, hang, slow | rank 0 | its findings |
 | sink | the process that sends metrics to the sink | sink; cause: why the sink lacks rows, empty once it has them all |
 """
@@ -51,7 +52,9 @@ FIELDS: dict[str, Kind] = {
     "job_id": is_job_id,
     # began
     **dict.fromkeys(("launcher", "after", "git", "digest"), str),
-    **dict.fromkeys(("from_step", "size", "pid", "restart", "back_to", "micro_size"), int),
+    **dict.fromkeys(
+        ("from_step", "samples", "planned", "size", "pid", "restart", "back_to", "micro_size", "attempts"), int
+    ),
     "hosts": list,
     "began": float,
     # ended, cancelled

@@ -23,7 +23,7 @@ from typing import Any
 from hpclm.base import files
 from hpclm.base.errors import LockedError
 from hpclm.base.side_path import AppendedFile
-from hpclm.rundir import rows
+from hpclm.rundir import events, rows
 from hpclm.rundir.rows import Kind, Row, RowBlock, all_fit, fits
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,18 @@ def stream(out: Path, fields: Mapping[str, Kind] = STEP) -> Iterator[dict[str, A
 def last(out: Path, fields: Mapping[str, Kind] = STEP) -> list[dict[str, Any]]:
     """The rows at the end of the file; see ``rows.last``."""
     return rows.last(out / NAME, fields, ["step"])
+
+
+def last_step(out: Path) -> int:
+    """The last step with a row; 0 without rows."""
+    return max((row["step"] for row in last(out)), default=0)
+
+
+def note_reached(out: Path, step: int) -> None:
+    """Record how far the run has come, before the rows past ``step`` are dropped. OSError if the event cannot be written."""
+    reached = last_step(out)
+    if reached > step:
+        events.append(out, "reached", step=reached)
 
 
 def rollbacks(out: Path) -> int:

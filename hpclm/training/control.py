@@ -6,7 +6,7 @@ nothing waits for it. When a decision needs the newest state, the ranks poll one
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpclm.engine import StepResult
@@ -18,9 +18,29 @@ from hpclm.training.opening import OpenRun
 
 PREFIX = "control/"  # keeps the control values apart from a step's metrics
 SIGNALS = tuple(number.name for number in WARNINGS)
+HALF = 2**32 - 1  # mask of 32 bits
 CALLBACKS = "train.callbacks"
 STOPS = (None, CALLBACKS, "stop", KILL_SWITCH, FAILED)
 """Requests that end a run for good, by their number in the control vector. A kill switch also ends the next start."""
+
+
+def hash_slots(value: int, replica: int, replicas: int) -> list[float]:
+    """[2 x replicas] 0, but for the two halves of the 64-bit ``value`` of this replica.
+
+    The maximum over all ranks has every replica's value, each exact in fp64, although several ranks of a replica send the same.
+    """
+    slots = [0.0] * (2 * replicas)
+    slots[replica] = float(value & HALF)
+    slots[replicas + replica] = float(value >> 32)
+    return slots
+
+
+def sum_of_hashes(slots: Sequence[float]) -> str:
+    """The sum modulo 2**64 of all replicas' values, 16 hexadecimal digits. ``slots``: of all ranks, reduced."""
+    replicas = len(slots) // 2
+    low = sum(map(int, slots[:replicas]))
+    high = sum(map(int, slots[replicas:]))
+    return f"{(low + (high << 32)) % 2**64:016x}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,9 @@ class Control:
     def send(self, result: StepResult) -> Reduction:
         """Start reducing this rank's values and a step's ``result``, without waiting; ``receive`` takes the reduced values."""
         self.run.context.watchdog.tick()
-        return self._vector.start({**self._values(), **result.metrics}, result.expert_tokens)
+        train = self.run.data.train
+        slots = hash_slots(train.hash, train.replica, train.plan.data)
+        return self._vector.start({**self._values(), **result.metrics}, result.expert_tokens, slots)
 
     def receive(self, reduced: Mapping[str, float]) -> ControlState:
         """Store the state that came with a step as ``news``, and return it."""

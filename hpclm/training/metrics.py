@@ -118,7 +118,7 @@ class Meter:
             self._experts.close()
 
     def step(
-        self, step: int, samples: int, measured: dict[str, float], expert_tokens: NDArray[np.float64] | None = None
+        self, step: int, samples: int, measured: dict[str, Any], expert_tokens: NDArray[np.float64] | None = None
     ) -> dict[str, Any]:
         """Record a step; returns its row. ``samples``: consumed so far. ``measured``: the step's other fields, such as batch_size and
         step_seconds. ``expert_tokens``: see ExpertLoad.step."""

@@ -31,7 +31,7 @@ from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.schedules import Schedule, shape
 from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
-from hpclm.rundir import events
+from hpclm.rundir import events, metrics_file
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
@@ -272,10 +272,12 @@ def begin_attempt(
     out = Path(recorded.out)
     begin = data.begin
     facts: dict[str, Any] = {"from_step": begin.step, "steps": data.length.steps, "micro_size": data.plan.micro_size}
+    facts |= {"samples": begin.samples, "planned": begin.planned}  # on which the order of the samples depends
     if back_to is not None:
         facts["back_to"] = back_to
     if directory.restarted:
         facts["after"] = directory.restarted
+    metrics_file.note_reached(out, begin.step)
     attempts = records.start(recorded, context, directory.summary.generation, facts)
     directory.summary.begin(attempts[-1].began, data.length.steps)
     last = attempts[-2].began if begin.step and len(attempts) > 1 else {}

@@ -18,7 +18,7 @@ from hpclm.node import hardware
 from hpclm.optim.schedules import Schedule
 from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import Reduction
-from hpclm.training.control import Control, ControlState
+from hpclm.training.control import Control, ControlState, sum_of_hashes
 from hpclm.training.opening import OpenRun
 from hpclm.training.saver import Saver
 
@@ -182,6 +182,7 @@ class Stepper:
         row = dict(
             time=round(time.time() - (time.perf_counter() - finished), 3),
             loss=loss,
+            data_hash=sum_of_hashes(step.reduction.slots),
             grad_norm=grad_norm,
             skipped=self.guard.skipped + int(skipped),  # ``check`` below counts this step
             **metrics,

@@ -1,9 +1,11 @@
 import queue
+import struct
 import threading
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import BatchConfig, BudgetConfig, DataConfig, ModelConfig, RunConfig
@@ -117,6 +119,21 @@ def test_replicas_share_out_one_and_the_same_step_whatever_their_number_and_the_
         found = [first(batches(None, r, replicas, workers).step(consumed)) for r in range(replicas)]
         dealt = [chunk for turn in zip(*found, strict=True) for chunk in turn]
         assert dealt == first(batches().step(consumed))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_sum_of_a_step_is_that_of_the_hashes_of_its_samples_in_8_bytes_whatever_is_done_with_them(replicas):
+    samples = Counting(padded=True)
+    rows = np.empty((12, CONTEXT + 1), np.int64)
+    for number, row in enumerate(rows, 24):
+        samples.read(number % len(samples), row)
+    expected = sum(xxhash.xxh3_64_intdigest(struct.pack("<7q", *row)) for row in rows.tolist())
+    total = 0
+    for replica in range(replicas):
+        made = batches(samples, replica, replicas, eod=EOD, eod_mask_loss=True)
+        made.step(24)
+        total += made.hash
+    assert total % 2**64 == expected % 2**64
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])

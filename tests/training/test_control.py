@@ -17,7 +17,7 @@ from hpclm.distributed.context import single
 from hpclm.node.preemption import Preemption
 from hpclm.optim.stability import Health
 from hpclm.parallel.mesh import Compute
-from hpclm.training.control import Control, ControlState
+from hpclm.training.control import Control, ControlState, hash_slots, sum_of_hashes
 from hpclm.training.loop import TrainingLoop
 from hpclm.training.opening import OpenRun
 from hpclm.training.run_data import HeldOut, RunData
@@ -25,6 +25,13 @@ from hpclm.training.saver import Saver, due
 from tests.checkpoint.state import State
 
 CPU = Compute(torch.device("cpu"), torch.float32)
+
+
+def test_the_sum_of_hashes_is_exact_whatever_ranks_send_the_same():
+    hashes = [2**64 - 1, 2**63 + 12345678901, 2**32, 0]
+    sent = [hash_slots(value, replica, 4) for replica, value in enumerate(hashes) for _ in range(3)]
+    reduced = torch.tensor(sent, dtype=torch.float64).amax(0).tolist()
+    assert sum_of_hashes(reduced) == f"{sum(hashes) % 2**64:016x}" == f"{2**63 + 12345678901 + 2**32 - 1:016x}"
 
 
 def saver_of(folder, begin=Progress(), warn_seconds=120, samples_per_save=float("inf"), **settings):  # noqa: B008

@@ -53,8 +53,8 @@ class Vectors:
         self._start, self._read = AsyncAllReduce.start, Reduction.read
 
     def starting(self):
-        def start(vector, values, counts=None):
-            reduction = self._start(vector, values, counts)
+        def start(vector, values, counts=None, slots=()):
+            reduction = self._start(vector, values, counts, slots)
             known = {name: 0.0 if isinstance(value, torch.Tensor) else value for name, value in values.items()}
             self.sent.append((reduction, known))
             return reduction
@@ -90,6 +90,7 @@ def simulated(tmp_path, *words):
     with pytest.MonkeyPatch.context() as patched, fake_gpu(0, RANKS) as counter:
         patched.setattr(AsyncAllReduce, "start", vectors.starting())
         patched.setattr(Reduction, "read", vectors.reading())
+        patched.setattr(Reduction, "slots", [0.0, 0.0])
         patched.setattr(DistributedContext, "all_reduce_max", vectors.asking())
         compute = Compute(CUDA, torch.bfloat16, Mesh.build(0, RANKS, settings.parallel))
         engine = simulate.build_engine(settings, compute.mesh)
@@ -99,7 +100,14 @@ def simulated(tmp_path, *words):
             counts.begin()
             return [simulate.micro_batch(settings)] * plan.accumulation(samples)
 
-        data = RunData(plan, config.plan.Length(None, None), Progress(), None, SimpleNamespace(step=step), [])
+        data = RunData(
+            plan,
+            config.plan.Length(None, None),
+            Progress(),
+            None,
+            SimpleNamespace(step=step, hash=0, replica=0, plan=plan),
+            [],
+        )
         store = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context)
         loop = TrainingLoop(OpenRun(settings, context, compute, data, engine, store))
         loop.verifier = loop.stepper.verifier = Verifier(engine, compute.mesh, context, math.inf)

@@ -1,0 +1,1 @@
+"""Which samples and documents each step of a run has read."""

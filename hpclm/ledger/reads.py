@@ -1,0 +1,211 @@
+"""What the steps of a run have read: samples, and documents of datasets; and which steps have read a document."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpclm.base.errors import ConfigError
+from hpclm.checkpoint import directory
+from hpclm.config import RunConfig, compose
+from hpclm.config.plan import Rampup
+from hpclm.data.indexed import IndexedDataset
+from hpclm.data.pieces import Piece, Traceable, sample_hash
+from hpclm.data.sources import Samples, build_source
+from hpclm.ledger.history import Span, StepCounter, spans
+from hpclm.rundir import metrics_file
+
+HEX = 16  # digits of a sum of hashes
+
+
+@dataclass(frozen=True)
+class DocumentPart:
+    """Consecutive tokens of a document in a sample."""
+
+    sample: int
+    """Number of the sample in the run."""
+    dataset: str
+    document: int
+    offset: int
+    """Position of the first one in the document."""
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DocumentReads:
+    """The steps of one span that read a document."""
+
+    span: Span
+    steps: NDArray[np.int64]
+    """[n] ascending."""
+    samples: NDArray[np.int64]
+    """[n] how many samples of each step have a token of the document."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A step whose sum has been computed again."""
+
+    step: int
+    recorded: str | None
+    """The sum in metrics.jsonl; None if the row has none."""
+    computed: str
+
+
+class Ledger:
+    """The ledger of the run in ``out``."""
+
+    def __init__(self, out: Path):
+        self.out = out
+        self.spans = spans(out)
+        if not self.spans:
+            raise ConfigError(f"{out} has not trained a step yet")
+        self._configs: dict[tuple[Path, str], RunConfig] = {}
+        self._samples: dict[Any, Samples] = {}
+
+    def config(self, span: Span) -> RunConfig:
+        """The settings of a span."""
+        key = span.out, span.config
+        if key not in self._configs:
+            self._configs[key] = compose.of_run(span.out, [], span.config)
+        return self._configs[key]
+
+    def counter(self, span: Span) -> StepCounter:
+        """Steps and samples of a span."""
+        batch = self.config(span).batch
+        return StepCounter(span, batch.global_size, Rampup(*batch.rampup) if batch.rampup else None)
+
+    def samples(self, span: Span) -> Samples:
+        """The training samples of a span, in the order of the run; ConfigError if its datasets cannot be read."""
+        config = self.config(span)
+        key = repr((config.data, config.model.context, config.seed, span.planned, span.without))
+        if key not in self._samples:
+            source = build_source(config.data, config.model, config.seed)
+            self._samples[key] = source.samples("train", span.planned)
+        return self._samples[key]
+
+    def traced(self, span: Span) -> Traceable:
+        """``samples``; ConfigError if they are not of datasets on disk."""
+        source = self.config(span).data.source
+        samples = None if source == "synthetic" else self.samples(span)
+        if not isinstance(samples, Traceable):
+            raise ConfigError(
+                f"data.source={source} has no documents on disk, so no step has read one; --verify still works"
+            )
+        return samples
+
+    def of_step(self, step: int) -> list[Span]:
+        """The spans with ``step``; ConfigError without one."""
+        found = [span for span in self.spans if step in span.steps()]
+        if not found:
+            begin, end = min(span.first for span in self.spans), max(span.last for span in self.spans)
+            raise ConfigError(f"{self.out} has trained steps {begin} to {end}; it has no step {step}")
+        return found
+
+    def parts(self, span: Span, step: int) -> Iterator[DocumentPart]:
+        """The documents that ``step`` read, in the order of the samples."""
+        samples = self.traced(span)
+        for number in self.counter(span).samples(step):
+            for piece in samples.pieces(number % len(samples)):
+                yield from _divided(number, samples.datasets[piece.dataset], piece)
+
+    def dataset(self, name: str | None) -> IndexedDataset:
+        """The dataset with this prefix or last component of it; None: the only one. ConfigError otherwise."""
+        every = {str(dataset.prefix): dataset for span in self.spans for dataset in self.traced(span).datasets}
+        match = [dataset for prefix, dataset in every.items() if name in (None, prefix, dataset.prefix.name)]
+        if name is not None and not match:
+            match = [dataset for dataset in every.values() if dataset.prefix == Path(name).absolute()]
+        if len(match) == 1:
+            return match[0]
+        ask = (
+            "name the dataset, as PREFIX:DOCUMENT"
+            if name is None
+            else f"{name} is {'several' if match else 'none'} of them"
+        )
+        raise ConfigError(f"{self.out} has read {', '.join(every)}: {ask}")
+
+    def document(self, dataset: IndexedDataset, number: int) -> list[DocumentReads]:
+        """The steps that read a document, by span; ConfigError if the dataset has no such document."""
+        if number >= dataset.document_count:
+            raise ConfigError(
+                f"{dataset.prefix} has documents 0 to {dataset.document_count - 1:,}; it has no document {number:,}"
+            )
+        begin, end = dataset.document_tokens(number)
+        found: dict[int, NDArray[np.int64]] = {}
+        reads = []
+        for span in self.spans:
+            samples = self.traced(span)
+            if id(samples) not in found:
+                found[id(samples)] = _readers(samples, dataset.prefix, begin, end)
+            counter = self.counter(span)
+            steps, often = np.unique(
+                counter.steps(_repeated(found[id(samples)], len(samples), counter.all_samples())), return_counts=True
+            )
+            if len(steps):
+                reads.append(DocumentReads(span, steps, often))
+        return reads
+
+    def checkpoint_before(self, step: int) -> Path | None:
+        """The newest checkpoint of the steps before ``step``; None without one."""
+        newest: tuple[int, Path] | None = None
+        for span in self.spans:
+            # an attempt begins with a checkpoint of the step before
+            usable = range(span.first - 1, min(span.steps(undone=False).stop, step))
+            for path in directory.steps(span.out / "checkpoints"):
+                number = int(path.name[5:])
+                if number in usable and (newest is None or number > newest[0]):
+                    newest = number, path
+        return newest[1] if newest else None
+
+    def verify(self, step: int | None = None) -> Iterator[Checked]:
+        """Compute the sums of the run's steps again, or that of ``step``. ConfigError if a row does not fit the history."""
+        own = [span for span in self.spans if span.out == self.out]
+        for row in metrics_file.stream(self.out):
+            number = row["step"]
+            if "loss" not in row or step not in (None, number):
+                continue
+            span = next((span for span in reversed(own) if number in span.steps(undone=False)), None)
+            if span is None:
+                raise ConfigError(
+                    f"{self.out} has a row of step {number}, which no attempt trained according to its events"
+                )
+            yield Checked(number, row.get("data_hash"), self.step_hash(span, number))
+
+    def step_hash(self, span: Span, step: int) -> str:
+        """The sum of the hashes of the samples that ``step`` read, modulo 2**64."""
+        samples = self.samples(span)
+        row = np.empty(self.config(span).model.context + 1, samples.dtype)
+        total = 0
+        for number in self.counter(span).samples(step):
+            samples.read(number % len(samples), row)
+            total += sample_hash(row.astype(np.int64))
+        return f"{total % 2**64:0{HEX}x}"
+
+
+def _readers(samples: Traceable, prefix: Path, begin: int, end: int) -> NDArray[np.int64]:
+    """The samples that have a token of ``begin`` to ``end`` of the dataset ``prefix``."""
+    numbers = [number for number, dataset in enumerate(samples.datasets) if dataset.prefix == prefix]
+    return np.unique(
+        np.concatenate([samples.find(number, begin, end) for number in numbers] or [np.empty(0, np.int64)])
+    )
+
+
+def _repeated(readers: NDArray[np.int64], length: int, samples: range) -> NDArray[np.int64]:
+    """The ``samples`` of a run that are ``readers``; after ``length`` samples they repeat."""
+    passes = np.arange(samples.start // length, -(-samples.stop // length)) * length
+    every = (passes[:, None] + readers).ravel()
+    return every[(every >= samples.start) & (every < samples.stop)]
+
+
+def _divided(sample: int, dataset: IndexedDataset, piece: Piece) -> Iterator[DocumentPart]:
+    """The documents of a piece."""
+    begin = piece.begin
+    end = begin + piece.size
+    while begin < end:
+        document = dataset.document_at(begin)
+        first, last = dataset.document_tokens(document)
+        yield DocumentPart(sample, str(dataset.prefix), document, begin - first, min(end, last) - begin)
+        begin = last

@@ -135,6 +135,10 @@ def train(words, steps, first=0, saved=None, device="cpu"):
     for step in range(first, steps):
         results.append(engine.train_step(batches.step(step * each), learning_rate(step, 1, STEPS, run.optim), step))
         expert_counts.append(engine.router_state.counts.tolist() if engine.router_state else [])
+    averaged = None
+    if run.optim.ema:
+        with engine.averaged():
+            averaged = engine.evaluate(batches.take(0, 5))
     held = [(s.name, s.tensor.float().cpu().numpy().copy(), s.shape, s.start) for s in engine.tensors()]
     return {
         "losses": [result.loss for result in results],
@@ -145,6 +149,7 @@ def train(words, steps, first=0, saved=None, device="cpu"):
         "z_losses": [result.numbers.get("z_loss", 0.0) for result in results],
         "reports": [{n: v for n, v in result.numbers.items() if n not in NOT_REPORTED} for result in results],
         "expert_counts": expert_counts,
+        "averaged": averaged,
         "evaluation": engine.evaluate(batches.take(0, 5)),
         "scalars": engine.scalars(),
         "held": held,
@@ -187,7 +192,17 @@ def trained(size, *words, steps=STEPS, first=0, saved=None):
     handed = saved and ({name: tensor.numpy() for name, tensor in saved["tensors"].items()}, saved["scalars"])
     found = ranks.run(size, train, list(words), steps, first, handed)
     for other in found[1:]:
-        for what in ("losses", "norms", "guarded", "z_losses", "reports", "expert_counts", "evaluation", "scalars"):
+        for what in (
+            "losses",
+            "norms",
+            "guarded",
+            "z_losses",
+            "reports",
+            "expert_counts",
+            "averaged",
+            "evaluation",
+            "scalars",
+        ):
             assert repr(other[what]) == repr(found[0][what]), f"ranks disagree on {what}"
     return {**found[0], "tensors": assembled(found), "gradients": reduced(found, "engine.name=deepspeed" in words)}
 

@@ -126,6 +126,8 @@ def unsuitable(config: RunConfig) -> Iterator[str]:
     if config.model.freeze:
         for setting in _of_one_type(config.engine):
             yield f"model.freeze does not work with {setting}: DeepSpeed then keeps all weights in the compute type; leave it out"
+    if config.optim.ema is not None and config.engine.offload_folder:
+        yield f"optim.ema={config.optim.ema} does not work with engine.offload_folder={config.engine.offload_folder}; leave one of them out"
     if config.engine.compile and config.model.block not in BLOCKS:
         yield (
             f"engine.compile=true does not work with DeepSpeed and model.block={config.model.block}: its replicas must compile the same "

@@ -78,6 +78,13 @@ class OptimConfig(Section, key="optim"):
         more_than=0,
         only_with="not model.attention.qk_norm: the scores are bounded already",
     )
+    ema: float | None = setting(
+        None,
+        "Decay per step of an exponential moving average of the weights, which is also evaluated: 0.999 averages about 1,000 "
+        "steps; null: no average.",
+        more_than=0,
+        less_than=1,
+    )
     clip: float = setting(1.0, "Maximum global gradient norm; 0: no clipping.", at_least=0)
     schedule: str = setting(
         "cosine",

@@ -66,6 +66,8 @@ class Supports:
     """Whether it supports pipeline stages without trained weights."""
     clips_qk: bool = False
     """Whether it supports optim.qk_clip."""
+    averages: bool = False
+    """Whether it supports optim.ema."""
     simulated: bool = False
     """Whether it runs on fake tensors; DeepSpeed and FairScale cannot, because they read values and storage of tensors."""
     recompute_with_tensor: bool = True
@@ -136,6 +138,7 @@ SUPPORTS = {
         context=True,
         simulated=True,
         freezes=True,
+        averages=True,
     ),
     "deepspeed": Supports(
         "hpclm.engine.deepspeed:build",
@@ -148,6 +151,7 @@ SUPPORTS = {
         guards=False,
         more="hpclm.config.deepspeed:unsuitable",
         freezes=True,
+        averages=True,
     ),
     "fairscale": Supports(
         "hpclm.engine.fairscale:build",
@@ -155,6 +159,7 @@ SUPPORTS = {
         options=("bucket_mb", "gradients", "fp8", "offload_activations"),
         recompute_with_tensor=False,  # weights are freed once they have gradients, which biases then have too early
         freezes=True,
+        averages=True,
     ),
     "fsdp2": Supports(
         "hpclm.engine.fsdp2:build",
@@ -168,6 +173,7 @@ SUPPORTS = {
         context=True,
         simulated=True,
         freezes=True,
+        averages=True,
     ),
     "pipelining": Supports(
         "hpclm.engine.pipelining:PipeliningEngine",
@@ -184,6 +190,7 @@ SUPPORTS = {
         context=True,
         simulated=True,
         freezes=True,
+        averages=True,
         frozen_stages=True,
     ),
 }
@@ -296,6 +303,7 @@ FEATURES = (
     ),
     Feature("model.freeze", lambda run: run.model.freeze, lambda can, run: can.freezes),
     Feature("optim.qk_clip", lambda run: run.optim.qk_clip is not None, lambda can, run: can.clips_qk),
+    Feature("optim.ema", lambda run: run.optim.ema is not None, lambda can, run: can.averages),
 )
 """Everything that only some engines support."""
 

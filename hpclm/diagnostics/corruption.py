@@ -189,7 +189,7 @@ class Verifier:
 
     def _shared_tensors(self, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
         """The part of these weights' state that other ranks hold too."""
-        return local_tensors(self.engine.state, weights, shared=True)
+        return local_tensors(self.engine, weights, shared=True)
 
     def _state_of(self, group: Group, weights: Iterable[ShardedParameter]) -> Iterator[Tensor]:
         """The state that the ranks of a group share; ``weights``: the group's weights."""
@@ -212,7 +212,7 @@ class Verifier:
             self._entries = len(self.engine.optimizer.state)
             self._pieces = pieces(
                 [
-                    *local_tensors(self.engine.state, self._weights, shared=False),
+                    *local_tensors(self.engine, self._weights, shared=False),
                     *chain(*self._routers.values()),
                     *counts(self.engine.optimizer),
                 ]

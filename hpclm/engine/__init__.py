@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -107,7 +108,7 @@ class StateSource(Protocol):
     """A training state to save, one tensor after the other: an engine's or an imported one."""
 
     def tensors(self) -> Iterator[Shard]:
-        """This process's shards of the training state, ``model.*`` and ``optim.*``. All processes together yield every
+        """This process's shards of the training state, ``model.*``, ``optim.*`` and ``ema.*``. All processes together yield every
         logical tensor exactly once. A collective: all processes must iterate it in lockstep."""
         ...
 
@@ -131,6 +132,10 @@ class Engine(StateSource, Protocol):
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float | None:
         """Mean loss over the counted tokens of all replicas, without an update; None if no token counts. Holds one batch at a time."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside this context, ``evaluate`` measures the average of the weights. Only called with optim.ema."""
         ...
 
     def load(self, saved: SavedState, scalars: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """The training step of every engine. Subclasses override how the model is wrapped and which parts their library performs."""
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, cast
@@ -28,6 +29,7 @@ from hpclm.engine.state import TrainingState, UnsavableStateError
 from hpclm.engine.state_numbers import check_numbers
 from hpclm.engine.step import NO_RANK, GlobalNorm, StepInputs, Timers, mean_loss, seed_step, step_inputs
 from hpclm.engine.user_optimizers import OptimizerAttributes
+from hpclm.engine.weight_average import WeightAverage
 from hpclm.model import gpt
 from hpclm.model.init import TensorParallelModule
 from hpclm.model.own_block import BlockState
@@ -41,6 +43,8 @@ from hpclm.parallel.collectives import all_reduce, all_reduce_in_place, all_redu
 from hpclm.parallel.mesh import SINGLE, Compute, Mesh
 from hpclm.parallel.micro_batch import MicroBatch, ModelOutput, add
 from hpclm.parallel.placement import Placement
+
+log = logging.getLogger(__name__)
 
 
 class BaseEngine:
@@ -166,6 +170,9 @@ class BaseEngine:
     def refresh(self) -> None:
         """After an update, refresh the copies of the weights that the model computes with, if any."""
 
+    def settle(self) -> None:
+        """Before weights are overwritten outside an update, wait for pending gathers, or free gathered weights."""
+
     def reshard(self) -> None:
         """After an evaluation, free weights that forward passes have gathered."""
 
@@ -217,6 +224,7 @@ class BaseEngine:
         if self.gradients:
             self.gradients.begin(len(batches))
         self.guard.counted = inputs.counted
+        average = self.average  # made before the first update: it begins with the initial weights
         try:
             loss = self.forward_backward(inputs)
         except torch.OutOfMemoryError as error:
@@ -234,8 +242,11 @@ class BaseEngine:
             if self.attributes:
                 seed_step(config.seed, step, NO_RANK)  # all processes that hold a weight draw the same numbers for it
             metrics = self.update(loss, scale)
+            skipped = metrics["skipped"] + self.guard.held_back
+            if average:
+                average.update(skipped)
         if self.router_state:
-            self.router_state.update(self.reported, metrics["skipped"] + self.guard.held_back)
+            self.router_state.update(self.reported, skipped)
         self._report_optimizer(inputs.factor)
         counts = {"counted_tokens": inputs.counted, "empty_micro_batches": inputs.empty}
         metrics = {"loss": loss, **metrics, **self.reports(inputs.factor), **counts}
@@ -314,17 +325,41 @@ class BaseEngine:
         return loss
 
     @cached_property
+    def average(self) -> WeightAverage | None:
+        """The average of the weights; None without optim.ema."""
+        decay = self.config.optim.ema
+        return None if decay is None else WeightAverage(self.state, self.save_plan, decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Evaluate the average of the weights (optim.ema) inside this context; a collective. If the block fails, the weights remain
+        exchanged."""
+        self._exchange_average()
+        yield
+        self._exchange_average()
+
+    def _exchange_average(self) -> None:
+        assert self.average is not None
+        self.settle()
+        self.average.exchange()
+        self.refresh()
+
+    @cached_property
     def save_plan(self) -> SavePlan:
         """The values that this process saves and reads."""
         local_parts = [self.state.local_part(weight) for weight in self.weights]
-        # the fp32 weight and its optimizer state
+        # the fp32 weight, its optimizer state and its average
         bytes_each = 4 + self.state.kind.bytes_per_parameter(Placement((1, 1)))
+        if self.config.optim.ema is not None:
+            bytes_each += 4
         return SavePlan.among(local_parts, self.mesh, self.config.file_mb, bytes_each)
 
     def tensors(self) -> Iterator[Shard]:
-        """Shards of the weights and, after the first update, of the optimizer's state."""
+        """Shards of the weights, of their average and, after the first update, of the optimizer's state."""
         self._check_state()
         yield from self.state.tensors(self.save_plan, self.mesh, self.config.file_mb)
+        if self.average:
+            yield from self.average.tensors()
         if self.router_state:
             yield from self.router_state.tensors()
 
@@ -357,7 +392,12 @@ class BaseEngine:
         if scalars["optimizer_steps"]:
             self._check_optimizer(saved.shapes())
             self.state.check_numbers(self.trained, numbers)
+        self.settle()
         self.state.load(self.save_plan, self.mesh, saved, scalars["optimizer_steps"])
+        if self.average:
+            self.average.load(saved, scalars["optimizer_steps"])
+        elif any(name.startswith("ema.") for name in saved.shapes()):
+            log.warning("optim.ema=null: the average of the weights in the checkpoint is dropped")
         if self.state.users:
             self.state.load_numbers(self.trained, numbers if scalars["optimizer_steps"] else {})
         if self.router_state:

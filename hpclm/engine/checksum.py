@@ -10,18 +10,23 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hpclm.engine.base import BaseEngine
 from hpclm.engine.sharded_parameter import ShardedParameter
-from hpclm.engine.state import TrainingState, Where
+from hpclm.engine.state import Where
 
 MIN_PIECE_VALUES = 1 << 18  # a tensor of this size or more is a separate piece; smaller ones are concatenated
 
 
-def local_tensors(state: TrainingState, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:
-    """This process's values of ``weights`` and their optimizer tensors. ``shared``: omit tensors that only one process keeps."""
+def local_tensors(engine: BaseEngine, weights: Iterable[ShardedParameter], shared: bool) -> Iterator[Tensor]:
+    """This process's values of ``weights``, their optimizer tensors and averages. ``shared``: omit tensors that only one process keeps."""
     places: Sequence[Where] = ("weight", "everywhere") if shared else ("weight", "everywhere", "matrix")
+    state = engine.state
+    averages = engine.average.averages if engine.average else {}
     for weight in weights:
         yield state.values(weight)
         yield from (state.values(weight, name) for where in places for name in state.names(weight, where))
+        if weight.name in averages:
+            yield averages[weight.name]
 
 
 def counts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -135,6 +135,11 @@ class PipeliningEngine(BaseEngine):
             return self.shards.gradient_norm(self.norm, bool(self.deferred))
         return super().gradient_norm()
 
+    def settle(self) -> None:
+        """Wait for all weights."""
+        if self.shards:
+            self.shards.arrive()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Start to all-gather the weights that other replicas have updated."""

@@ -47,6 +47,10 @@ class ShardedOptimizerEngine(BaseEngine):
         """Global norm of the gradients."""
         return self.shards.gradient_norm(self.norm, bool(self.deferred))
 
+    def settle(self) -> None:
+        """Wait for all weights."""
+        self.shards.arrive()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Start to all-gather the weights, first layers first; each layer waits for its weights before it runs."""

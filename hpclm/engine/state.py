@@ -126,6 +126,10 @@ class TrainingState:
         """This process's values of a weight, or of the optimizer's tensor ``name`` for it."""
         return self.optimizer.state[weight.parameter][name] if name else weight.parameter.detach()
 
+    def set(self, weight: ShardedParameter, values: Tensor) -> None:
+        """Overwrite this process's values of a weight."""
+        weight.parameter.detach().copy_(values)
+
     def gradient(self, weight: ShardedParameter) -> Tensor | None:
         """This process's values of a weight's gradient in the coming update; None if that update does not change the weight."""
         return weight.parameter.grad

@@ -34,6 +34,7 @@ class EngineCosts:
     """Of weights that model.freeze matches, in place of weights, gradients and optimizer."""
     gradients: BytesPerParameter = BytesPerParameter(4)
     optimizer: BytesPerParameter = BytesPerParameter(8)
+    """The optimizer's state, and the average of the weights."""
     outside: float = 0.0
     """Extra bytes of optimizer state per parameter outside the blocks, relative to one inside; sharded with ZeRO."""
     of_experts: float = 0.0
@@ -100,7 +101,7 @@ def costs(
     else:
         logit = 8 + (cast if parallel.tensor == 1 else 0)
     common = EngineCosts(
-        optimizer=BytesPerParameter(of_block),
+        optimizer=BytesPerParameter(of_block if optim.ema is None else of_block + 4),
         outside=kind.bytes_per_parameter(EMBEDDING) - of_block,
         of_experts=kind.bytes_per_parameter(EXPERTS) - of_block,
         optim=optim,

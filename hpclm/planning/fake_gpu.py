@@ -7,7 +7,7 @@ PyTorch.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -199,11 +199,13 @@ def _replacements(counter: CallCounter) -> dict[str, Any]:
     }
 
 
-def peak_memory(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> dict[str, int]:
-    """Bytes of each part of PyTorch's MemTracker at the memory peak of ``step``."""
+def peak_memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer, others: Iterable[Tensor], step: Callable[[], None]
+) -> dict[str, int]:
+    """Bytes of each part of PyTorch's MemTracker at the memory peak of ``step``. ``others``: further tensors that exist before it."""
     tracker = MemTracker()
     weights = nn.ParameterList(weight for group in optimizer.param_groups for weight in group["params"])
-    tracker.track_external(model, weights, optimizer)
+    tracker.track_external(model, weights, optimizer, *others)
 
     def forget(
         stage: nn.Module,

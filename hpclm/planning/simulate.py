@@ -24,10 +24,11 @@ DTYPES = {"bf16": torch.bfloat16, "auto": torch.bfloat16, "fp16": torch.float16,
 PARTS = {
     "weights": ("Parameter", "Buffer"),
     "gradients": ("Gradient",),
-    "optimizer": ("Optstate",),
-    "activations": ("Activation", "Temp", "Other"),
+    "optimizer": ("Optstate", "Other"),
+    "activations": ("Activation", "Temp"),
 }
-"""Part of a report -> its names in PyTorch's MemTracker. Weights include gathered and cast ones; activations include the rest."""
+"""Part of a report -> its names in PyTorch's MemTracker. Weights include gathered and cast ones; the optimizer's
+state includes the average of the weights; activations include the rest."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def simulate(run: RunConfig, rank: int = 0) -> Simulation:
         def between(done: int) -> None:
             seen.append((counter.calls.copy(), counter.bytes.copy()))
 
-        memory = peak_memory(engine.model, engine.optimizer, lambda: engine.train_step(batches, 1e-4, 1, between))
+        averages = engine.average.averages.values() if engine.average else ()
+        memory = peak_memory(
+            engine.model, engine.optimizer, averages, lambda: engine.train_step(batches, 1e-4, 1, between)
+        )
         updated = sum(weight.numel() for group in engine.optimizer.param_groups for weight in group["params"])
         placements = engine.model.placements
         of_experts = mesh.of_weights(run.parallel.expert)

@@ -30,6 +30,8 @@ QUANTIZING = 5
 """Bytes of traffic per element converted to FP8: read for the maximum (2), read again (2), written (1)."""
 WEIGHT_TRAFFIC = 18
 """Bytes per parameter and micro-batch: products, casts, accumulation."""
+UPDATE_TRAFFIC = 28
+"""Bytes per parameter of an update in fp32: reads w, g, m and v, writes w, m and v. An average of the weights has as much traffic."""
 WAIT = 1e-4
 """Seconds that the host waits, in each layer with experts, for the number of rows to send. They include a small all-to-all, a copy to
 the host, and launches until the GPU is busy again. This is an assumption, not a measurement."""
@@ -229,6 +231,7 @@ def step(
         outside_experts(model, layout, stage) / sharing + experts(model, layout, stage) / experts_sharing
         for stage in every
     ]
+    updating = UPDATE_TRAFFIC if costs.optim.ema is None else 2 * UPDATE_TRAFFIC
     matrices = [exchange(model, layout, costs.optim, costs.zero, stage) for stage in every]
     rate = _rate(layout, kind, t * layout.ranks, 1)
     whole = max(of_stage.flops / efficiency / kind.peak + of_stage.sent / rate for of_stage in matrices)
@@ -242,8 +245,7 @@ def step(
         pipeline=largest.pipeline / _rate(layout, kind, p, t * layout.ranks),
         data=_exposed(data, hidden),
         replicate=_exposed(replicate, last * costs.overlap),
-        # fp32: reads w, g, m and v, writes w, m and v
-        optimizer=max(updated) * 28 / kind.bandwidth + whole,
+        optimizer=max(updated) * updating / kind.bandwidth + whole,
     )
 
 

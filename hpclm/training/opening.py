@@ -199,8 +199,9 @@ def open_run_directory(config: RunConfig, context: DistributedContext, device: t
         # entered after the summary and left before it, so that the summary has the cause, not a lost connection
         stack.enter_context(context.exit_on_error())
         if config.cluster.preflight:
-            # bytes of a checkpoint: weights and Adam's two moments in fp32
-            room = 4 * count.parameters(config.model) + 8 * count.trained_parameters(config.model)
+            # bytes of a checkpoint: weights, their average and Adam's two moments in fp32
+            state = 8 if config.optim.ema is None else 12
+            room = 4 * count.parameters(config.model) + state * count.trained_parameters(config.model)
             preflight.check_nodes(context, device, config.modules(), out, room=room)
         if context.is_main:
             stack.enter_context(logs.also_to(out / "log.txt", secrets.Redactor()))

@@ -4,6 +4,7 @@ import os
 import signal
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -86,6 +87,10 @@ class ObservedEngine:
     def evaluate(self, batches: Iterable[MicroBatch]) -> float | None:
         """See Engine."""
         return self.inner.evaluate(batches)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """See Engine."""
+        return self.inner.averaged()
 
     def tensors(self) -> Iterator[Shard]:
         """See StateSource."""

@@ -368,6 +368,7 @@ ELSEWHERE = {
     "data.source": "tests/test_layouts.py",
     "data.workers": "tests/data/test_corpus.py",
     "budget.hours": "tests/test_train.py",
+    "optim.ema": "tests/test_weight_average.py",
     "optim.nonfinite_limit": "tests/test_spikes.py",
     "parallel.expert": "tests/engine/test_experts.py",
     "parallel.split_experts": "tests/engine/test_experts.py",

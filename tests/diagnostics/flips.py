@@ -20,7 +20,7 @@ from tests.parity import STEPS
 
 def state(engine):
     """All values that this rank keeps, where it keeps them."""
-    tensors = [*local_tensors(engine.state, engine.weights, shared=False)]
+    tensors = [*local_tensors(engine, engine.weights, shared=False)]
     if engine.router_state:
         tensors += [engine.router_state.bias, engine.router_state.load]
     return [tensor.detach() for tensor in tensors if tensor.numel()]

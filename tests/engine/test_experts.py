@@ -202,8 +202,9 @@ def test_some_stages_of_a_pipeline_may_have_no_experts():
     assert max(differences(together["tensors"], alone["tensors"]).values()) < 1e-6
 
 
-def test_a_step_that_the_guard_skips_moves_no_bias_and_no_load():
+def test_a_step_that_the_guard_skips_moves_no_bias_no_load_and_no_average():
     words = [*EXPERTS, *BALANCE["sequence and bias"], "model.experts.balance_step=0.1", "optim.guard=skip_step"]
+    words.append("optim.ema=0.9")
     saved = trained(1, *words, steps=1)
     saved["scalars"]["guard"] = {"name": "skip_step", "window": [[0.1, 0.1]] * 64 + [[0.2, 0.2]] * 64}
     after = trained(1, *words, steps=2, first=1, saved=saved)

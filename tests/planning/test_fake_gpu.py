@@ -11,5 +11,5 @@ def test_what_is_free_before_the_end_of_a_step_counts():
         model = nn.Linear(64, 32, bias=False)
         optimizer = torch.optim.SGD(model.parameters())
 
-        found = peak_memory(model, optimizer, lambda: torch.ones(1024, 64))
+        found = peak_memory(model, optimizer, (), lambda: torch.ones(1024, 64))
     assert (found["Parameter"], found["Activation"]) == (4 * 64 * 32, 4 * 1024 * 64)

@@ -188,6 +188,29 @@ def test_memory_with_muon_is_the_planners_and_a_step_does_not_wait(preset, words
 
 
 @pytest.mark.parametrize(
+    "preset, words",
+    [
+        ("gpt2-124m", [*SHORT, DP, "engine.zero_stage=1"]),
+        pytest.param("gpt2-124m", SHORT, marks=pytest.mark.whole),
+        pytest.param("llama-7b", [*SEVEN, TP], marks=pytest.mark.whole),
+        pytest.param("gpt-1b3", STAGES, marks=pytest.mark.whole),
+    ],
+    ids=["native, sharded", "native", "fsdp2, tensor", "pipelining"],
+)
+def test_an_average_of_the_weights_takes_4_bytes_for_each_weight_that_a_rank_updates_and_a_step_does_not_wait(
+    preset, words
+):
+    (planned, rank), (with_average, averaging) = (
+        (forecast.predict(run, KIND).memory[0], simulate(run))
+        for run in (load(preset, [*words, *more]) for more in ([], ["optim.ema=0.999"]))
+    )
+    assert averaging.memory["optimizer"] - rank.memory["optimizer"] == 4 * rank.updated
+    assert with_average.optimizer - planned.optimizer == pytest.approx(4 * rank.updated, rel=1e-3)
+    assert with_average.tensors == pytest.approx(sum(averaging.memory.values()), rel=ALLOWED)
+    assert averaging.waits == rank.waits
+
+
+@pytest.mark.parametrize(
     "words",
     [
         [DP, TP, "engine.zero_stage=1", "optim.split=false"],

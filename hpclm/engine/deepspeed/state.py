@@ -57,8 +57,8 @@ class PartitionedState(TrainingState, ABC):
         return flat.grad[place]
 
     @abstractmethod
-    def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
-        """Write this process's values of one tensor."""
+    def set(self, weight: ShardedParameter, values: Tensor, name: str | None = None) -> None:
+        """Overwrite this process's values of a weight, or of the optimizer's tensor ``name`` for it."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -102,7 +102,6 @@ class PartitionedState(TrainingState, ABC):
                 values = torch.empty(self.size(weight), device=weight.parameter.device)
                 plan.load(number, f"optim.{name}.{weight.name}" if name else f"model.{weight.name}", saved, values)
                 self.set(weight, values, name)
-        self.publish()
 
     def begin(self, steps: int, names: Collection[str]) -> None:
         """Zero the state, tensors of these ``names`` for a user's optimizer, and set the step count to ``steps`` in all partitions; DeepSpeed
@@ -167,8 +166,8 @@ class PartitionedOptimizer(PartitionedState):
         flat, place = self.place(weight)
         return (self.optimizer.state[flat][name] if name else flat.detach())[place]
 
-    def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
-        """Write this process's values of one tensor."""
+    def set(self, weight: ShardedParameter, values: Tensor, name: str | None = None) -> None:
+        """Overwrite this process's values of one tensor."""
         self.values(weight, name).copy_(values)
 
     def publish(self) -> None:
@@ -203,19 +202,19 @@ class PartitionedWeights(PartitionedState):
 
     def values(self, weight: ShardedParameter, name: str | None = None) -> Tensor:
         """This process's values of a weight, or of the optimizer's tensor ``name`` for it."""
-        if name:
-            values = utils.safe_get_local_optimizer_state(weight.parameter, name)
-        elif not weight.trained:
-            values = weight.parameter.ds_tensor.detach()  # type: ignore[attr-defined]
-        else:
-            values = utils.safe_get_local_fp32_param(weight.parameter)
+        if not weight.trained:
+            return weight.parameter.ds_tensor.detach()  # type: ignore[attr-defined]
         # with state on disk, the next tensor is read into the buffer of this one
         if self.wrapper.swap_optimizer:
-            return values.clone()
-        return values
+            if name:
+                return utils.safe_get_local_optimizer_state(weight.parameter, name).clone()
+            return utils.safe_get_local_fp32_param(weight.parameter).clone()
+        # not through utils, which copy offloaded values to the device
+        flat, place = self.place(weight)
+        return (self.optimizer.state[flat][name] if name else flat.detach())[place]
 
-    def set(self, weight: ShardedParameter, values: Tensor, name: str | None) -> None:
-        """Write this process's values of one tensor."""
+    def set(self, weight: ShardedParameter, values: Tensor, name: str | None = None) -> None:
+        """Overwrite this process's values of one tensor."""
         parameter: Any = weight.parameter
         if name:
             utils.safe_set_local_optimizer_state(parameter, values, name)
@@ -226,11 +225,6 @@ class PartitionedWeights(PartitionedState):
             parameter.ds_tensor.data.copy_(values)
         else:  # the weight is on disk
             parameter.nvme_swapper.swap_out_partitioned_params(dst_fp16_params=[parameter], src_fp32_params=[values])
-
-    def load(self, plan: SavePlan, mesh: Mesh, saved: SavedState, steps: int) -> None:
-        """Load the weights, and the optimizer's state if the saved run made ``steps`` > 0 updates."""
-        self.wrapper.parameter_offload.partition_all_parameters()  # weights must not be gathered while they are set
-        super().load(plan, mesh, saved, steps)
 
     def publish(self) -> None:
         """Gather the weights that DeepSpeed keeps gathered, and invalidate hpZ's copies."""

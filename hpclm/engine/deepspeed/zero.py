@@ -105,6 +105,10 @@ class WrappedEngine(BaseEngine):
             norm = norm.to(self.engine.device)
         return {"grad_norm": norm, "skipped": float(self.engine.optimizer.overflow)}
 
+    def refresh(self) -> None:
+        """Copy the fp32 weights into the model, if they have changed outside an update."""
+        self.state.publish()
+
     def overflowed(self, result: StepResult) -> bool:
         """Whether DeepSpeed skipped the step; known on the host."""
         return bool(self.engine.optimizer.overflow)
@@ -144,6 +148,11 @@ class ZeroEngine(WrappedEngine):
         self.mean_over = mesh.dp.size if stage == 3 else 1
         """Number of replicas over which DeepSpeed averages gradients instead of summing them."""
         self.divisor = 1.0
+
+    def settle(self) -> None:
+        """Free gathered weights."""
+        if isinstance(self.state, PartitionedWeights):
+            self.state.wrapper.parameter_offload.partition_all_parameters()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

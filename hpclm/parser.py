@@ -115,6 +115,10 @@ class Parser(argparse.ArgumentParser):
         """Add the option --json."""
         self.add_argument("--json", dest="as_json", action="store_true", help=help)
 
+    def add_ema(self, verb: str) -> None:
+        """Add the option --ema. ``verb``: what the command does with the weights."""
+        self.add_argument("--ema", action="store_true", help=f"{verb} the average of the weights (optim.ema)")
+
     def add_sweep(self, starts: str = "start") -> None:
         """The options --sweep and --parallel."""
         several = self.add_argument_group("several runs")

@@ -147,7 +147,7 @@ def open(run: str | os.PathLike[str]) -> Run:  # shadows the builtin, like gzip.
 
 
 @checked
-def load(run: str | os.PathLike[str], *changes: Change, step: int | None = None) -> "Model":
+def load(run: str | os.PathLike[str], *changes: Change, step: int | None = None, ema: bool = False) -> "Model":
     """The trained network of a run as a PyTorch module, on one device. Every network can be loaded, also with your own blocks.
 
     >>> model = hpclm.load("runs/small", {"engine.device": "cpu"})
@@ -157,12 +157,13 @@ def load(run: str | os.PathLike[str], *changes: Change, step: int | None = None)
         run: a run, its directory, its name below runs, or one of its checkpoints.
         changes: changes to the run's settings.
         step: the step of the checkpoint; None: the newest.
+        ema: load the average of the weights (optim.ema).
 
     Returns:
         The module, in evaluation mode.
 
     Raises:
-        ConfigError: there is no such run or checkpoint; the message names those that exist.
+        ConfigError: there is no such run or checkpoint; the message names those that exist. Or the checkpoint has no average.
     """
     live.load_pytorch()
     from hpclm.api.model import loaded
@@ -172,4 +173,4 @@ def load(run: str | os.PathLike[str], *changes: Change, step: int | None = None)
     checkpoint = re.fullmatch(r"step-(\d+)", Path(path).name)
     if checkpoint and step is None and directory.run_of(Path(path)) != Path(path):
         path, step = str(directory.run_of(Path(path))), int(checkpoint[1])
-    return loaded(runs.resolve(path, Path("runs")), words(changes), step)
+    return loaded(runs.resolve(path, Path("runs")), words(changes), step, ema)

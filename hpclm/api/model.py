@@ -126,7 +126,7 @@ def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32).contiguous()
 
 
-def loaded(run: Path, overrides: list[str], step: int | None) -> Model:
+def loaded(run: Path, overrides: list[str], step: int | None, ema: bool) -> Model:
     """The network of a checkpoint of ``run``, by default the newest; see ``hpclm.load``."""
     with live.computing():
         config = run_settings.checked_settings(run, overrides, reads_text=False)
@@ -139,7 +139,7 @@ def loaded(run: Path, overrides: list[str], step: int | None) -> Model:
         except ConfigError as error:
             text = error
             fingerprint = None
-        stack, progress = run_model.load_checkpoint(*checkpoint, config, fingerprint, compute)
+        stack, progress = run_model.load_checkpoint(*checkpoint, config, fingerprint, compute, ema)
     return Model(stack, text, run, config, progress.step)
 
 

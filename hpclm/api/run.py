@@ -153,6 +153,7 @@ class Run(os.PathLike[str]):
         stop: str | Sequence[str] = (),
         seed: int = 0,
         batch: int = 16,
+        ema: bool = False,
     ) -> Prompt:
         """Continue ``prompt`` with the newest checkpoint. Returns the new text, or a list of texts for a list of prompts.
 
@@ -168,6 +169,7 @@ class Run(os.PathLike[str]):
             stop: a text to stop before, or several.
             seed: the same seed gives the same text.
             batch: number of prompts per batch.
+            ema: use the average of the weights (optim.ema).
         """
         from hpclm.inference.generation_settings import Limits, Sampling
 
@@ -179,7 +181,7 @@ class Run(os.PathLike[str]):
         from hpclm.inference.completion import Completer
 
         with live.computing():
-            completer = Completer.of_run(self.path, words(changes))
+            completer = Completer.of_run(self.path, words(changes), ema=ema)
             texts = [completion.text for completion in completer.complete_all(prompts, batch, limits, sampling)]
         if isinstance(prompt, str):
             return texts[0]
@@ -194,6 +196,7 @@ class Run(os.PathLike[str]):
         data: str | os.PathLike[str] | None = None,
         samples: int | None = None,
         tokens: int | None = None,
+        ema: bool = False,
     ) -> dict[str, float | int | str]:
         """Measure the newest checkpoint on held-out data: the loss in nats per token, perplexity, and bits per byte if known.
 
@@ -204,6 +207,7 @@ class Run(os.PathLike[str]):
             data: the prefix of a dataset to read instead.
             samples: number of samples to read of the part; None: all.
             tokens: approximate number of tokens to read of the text or dataset; None: all.
+            ema: measure the average of the weights (optim.ema).
         """
         from hpclm.inference.evaluation import on_documents, on_part
 
@@ -213,14 +217,14 @@ class Run(os.PathLike[str]):
             if tokens is not None:
                 raise ConfigError("tokens= is for text= and data=; use samples=")
             with live.computing():
-                return on_part(self.path, words(changes), part, samples)
+                return on_part(self.path, words(changes), part, samples, ema)
         if samples is not None or (text is not None and data is not None):
             raise ConfigError("give one of text= and data=, with tokens= instead of samples=")
         file, prefix = (path if path is None else paths.expanded(os.fspath(path)) for path in (text, data))
         if file is not None and not files.is_file(Path(file)):
             raise ConfigError(f"text={file!r} does not exist; text= takes the path of a text or .jsonl file")
         with live.computing():
-            return on_documents(self.path, words(changes), file, prefix, tokens)
+            return on_documents(self.path, words(changes), file, prefix, tokens, ema=ema)
 
     @checked
     def report(self, output: str | os.PathLike[str] | None = None, samples: str | None = None) -> Report:
@@ -242,6 +246,7 @@ class Run(os.PathLike[str]):
         dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
         shard_gb: float = 5.0,
         allow_nan: bool = False,
+        ema: bool = False,
     ) -> Path:
         """Write the newest checkpoint's weights and tokenizer for Hugging Face transformers or llama.cpp. Returns the target.
 
@@ -251,6 +256,7 @@ class Run(os.PathLike[str]):
             dtype: type of the weights.
             shard_gb: maximum size of a file.
             allow_nan: also write weights that are not finite.
+            ema: write the average of the weights (optim.ema).
         """
         from hpclm.interop.convert import exported
 
@@ -258,7 +264,7 @@ class Run(os.PathLike[str]):
         positive(shard_gb=shard_gb)
         folder = Path(paths.expanded(os.fspath(target)))
         with live.computing():
-            exported(self.path, folder, words(changes), dtype, shard_gb, allow_nan)
+            exported(self.path, folder, words(changes), dtype, shard_gb, allow_nan, ema)
         return folder
 
     @checked

@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -77,6 +77,22 @@ class Manifest:
     def fields(self) -> dict[str, Any]:
         """The fields of this manifest for other processes (JSON): ``Manifest(**fields)`` is equal to it."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    def averaged(self) -> "Manifest":
+        """This checkpoint with the average of its weights (optim.ema) in place of the weights; ConfigError without one."""
+        averages = {
+            f"model.{name.removeprefix('ema.')}": {
+                **entry,
+                "parts": [{**part, "key": part.get("key", name)} for part in entry["parts"]],
+            }
+            for name, entry in self.tensors.items()
+            if name.startswith("ema.")
+        }
+        if not averages:
+            raise ConfigError(
+                f"the checkpoint of step {self.progress['step']} has no average of the weights (--ema): its run was trained without optim.ema"
+            )
+        return replace(self, tensors=self.tensors | averages)
 
     @property
     def why(self) -> str | None:

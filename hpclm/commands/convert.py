@@ -47,6 +47,7 @@ def parser() -> Parser:
     size = number(lambda value: value > 0, "a number above 0")
     add("--shard-gb", type=size, metavar="GB", help=f"start another file beyond this (default: {SHARD_GB:g})")
     add("--allow-nan", action="store_true", help="export weights that are not finite, too")
+    options.add_ema("export")
     pickled = "read pytorch_model.bin if safetensors is missing; only tensors are loaded"
     add("--pickle", action="store_true", help=pickled)
     ignore = "import although hpclm does not know or support this option of Megatron's; may be repeated"

@@ -36,6 +36,7 @@ def main(
     submit: bool,
     tokens: int | None,
     samples: int | None,
+    ema: bool,
     as_json: bool,
     typed: list[str],
 ) -> int:
@@ -53,6 +54,8 @@ def main(
         raise UsageError("--submit is for --follow")
     if follow and (tasks is None or as_json):
         raise UsageError("--follow is for --tasks, without --json")
+    if follow and ema:
+        raise UsageError("--follow scores the trained weights, without --ema")
     request = None if tasks is None else _tasks(tasks, tasks_path, samples, shots, batch)
     out = runs.located(Path(paths.expanded(run)), runs_folder)
     if request and submit:
@@ -63,16 +66,16 @@ def main(
         job = current_job(config.of_run(out, settings).job.cluster)
         return evaluation.follow(out, settings, request, jobs.States(PATIENCE), job)
     if request:
-        scores = evaluation.on_tasks(out, settings, request)
+        scores = evaluation.on_tasks(out, settings, request, ema)
         if as_json:
             print(json.dumps(scores.values()))
         else:
             say("\n".join(scores.lines()))
         return 0
     if documents:
-        figures = evaluation.on_documents(out, settings, text, data, tokens, format)
+        figures = evaluation.on_documents(out, settings, text, data, tokens, format, ema)
     else:
-        figures = evaluation.on_part(out, settings, part, samples)
+        figures = evaluation.on_part(out, settings, part, samples, ema)
     if as_json:
         print(json.dumps(finite(figures)))
     else:
@@ -118,6 +121,7 @@ def parser() -> Parser:
     add("--tokens", type=whole(1), help="with --text and --data: stop after about this many tokens")
     samples = "read this many samples (default: one pass over the part), or with --tasks documents of each task (default: all)"
     add("--samples", type=whole(1), help=samples)
+    options.add_ema("measure")
     options.add_json("print one JSON object")
     options.add_typed()
     return options

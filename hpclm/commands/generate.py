@@ -34,6 +34,7 @@ def main(
     top_k: int,
     top_p: float,
     seed: int,
+    ema: bool,
     as_json: bool,
 ) -> int:
     """Print continuations of the prompts, or continue texts interactively."""
@@ -57,7 +58,7 @@ def main(
 
     from hpclm.inference.completion import Completer
 
-    completer = Completer.of_run(run, settings)
+    completer = Completer.of_run(run, settings, ema=ema)
     if chat:
         _chat(run, completer, limits, sampling)
         return 0
@@ -123,5 +124,6 @@ def parser() -> Parser:
     top_p = "sample from the most likely tokens up to this probability (default: 1)"
     add("--top-p", type=float, default=1.0, help=top_p)
     add("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    options.add_ema("use")
     options.add_json("print a JSON object: prompt, text, tokens, finish")
     return options

@@ -46,17 +46,17 @@ class Completer:
             log.warning("the model's own generation settings are not applied: %s", ", ".join(ignored))
 
     @classmethod
-    def of_run(cls, run: Path, overrides: list[str], checkpoint: Path | None = None) -> "Completer":
-        """The model of a run's ``checkpoint``, by default the newest."""
+    def of_run(cls, run: Path, overrides: list[str], checkpoint: Path | None = None, ema: bool = False) -> "Completer":
+        """The model of a run's ``checkpoint``, by default the newest. ``ema``: with the average of the weights (optim.ema)."""
         config = run_settings.inference_settings(run, overrides)
         text = run_text.of_run(run, config.data, config.model.vocab_size)
         compute = run_model.place(config)
         fingerprint = text.tokenizer.fingerprint
         if checkpoint is None:
-            model, progress = run_model.load_model(run, config, fingerprint, compute)
+            model, progress = run_model.load_model(run, config, fingerprint, compute, ema)
         else:
             good = directory.locate(checkpoint)
-            model, progress = run_model.load_checkpoint(*good, config, fingerprint, compute)
+            model, progress = run_model.load_checkpoint(*good, config, fingerprint, compute, ema)
         # layers would cast their weights for every token
         return cls(model.to(compute.dtype), text, progress.step)
 

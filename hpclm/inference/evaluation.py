@@ -66,8 +66,8 @@ class TaskScores:
                     yield f"{task}  {metric} {score}  step {self.step}"
 
 
-def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores:
-    """Score the newest checkpoint on tasks."""
+def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest, ema: bool = False) -> TaskScores:
+    """Score the newest checkpoint on tasks. ``ema``: the average of its weights (optim.ema)."""
     from hpclm.inference import run_settings, task_names
 
     config = run_settings.checked_settings(run, overrides, reads_text=True)
@@ -81,7 +81,7 @@ def on_tasks(run: Path, overrides: list[str], wanted: TaskRequest) -> TaskScores
     text = run_text.of_run(run, config.data, config.model.vocab_size)
     tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
     compute = run_model.place(config)
-    model, progress = run_model.load_model(run, config, text.tokenizer.fingerprint, compute)
+    model, progress = run_model.load_model(run, config, text.tokenizer.fingerprint, compute, ema)
     # lm-evaluation-harness ends its worker processes with SIGTERM, and would wait for workers that ignore it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with naming_tasks():
@@ -110,10 +110,11 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
         return Follower(run, config, tasks, wanted.batch).until_the_end(state_of, job)
 
 
-def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> Figures:
+def on_part(run: Path, overrides: list[str], part: str, samples: int | None, ema: bool = False) -> Figures:
     """Mean loss per token in nats, perplexity, bits per byte if the bytes of the data are known, and the data that was read.
 
-    ``samples``: number of samples of the part to read; None: one pass. ConfigError if the loss is not finite.
+    ``samples``: number of samples of the part to read; None: one pass. ``ema``: measure the average of the weights (optim.ema). ConfigError
+    if the loss is not finite.
     """
     from hpclm.base.errors import ConfigError
     from hpclm.data import sources, split_by
@@ -131,7 +132,7 @@ def on_part(run: Path, overrides: list[str], part: str, samples: int | None) -> 
     from hpclm.parallel.mesh import SINGLE
 
     compute = run_model.place(config)
-    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), compute)
+    model, progress = run_model.load_model(run, config, source.fingerprint.get("tokenizer"), compute, ema)
     read = source.samples(part, samples)
     count = len(read) if samples is None else samples
     plan = config.plan()
@@ -157,11 +158,13 @@ def on_documents(
     prefix: str | None,
     max_tokens: int | None,
     format: str | None = None,
+    ema: bool = False,
 ) -> Figures:
     """Loss, perplexity and bits per byte of the file ``text``, or else of the dataset ``prefix``. With a loss mask, only tokens that count
     in training are scored, and bits per byte are omitted.
 
-    ``max_tokens``: tokens after which to stop. ``format``: format of the text, "text" or "jsonl". ConfigError if the loss is not finite.
+    ``max_tokens``: tokens after which to stop. ``format``: format of the text, "text" or "jsonl". ``ema``: measure the average of the
+    weights (optim.ema). ConfigError if the loss is not finite.
     """
     from hpclm.base.errors import ConfigError
     from hpclm.data import indexed, loss_mask, tokenizer_folder
@@ -204,7 +207,7 @@ def on_documents(
         if mask is not None:
             source["loss_mask"] = str(mask.prefix)
     compute = run_model.place(config)
-    model, progress = run_model.load_model(run, config, fingerprint, compute)
+    model, progress = run_model.load_model(run, config, fingerprint, compute, ema)
     with Bar(total=max_tokens, unit="token", unit_scale=True, disable=None) as bar:
         score = scoring.score(model, documents, begin, config.batch.micro_size, max_tokens, bar)
     return _finite({**score.result(progress), **source})

@@ -62,20 +62,28 @@ def place(config: TrainedModel) -> Compute:
 
 
 def load_model(
-    run: Path, config: TrainedModel, tokenizer: dict[str, Any] | None, compute: Compute
+    run: Path, config: TrainedModel, tokenizer: dict[str, Any] | None, compute: Compute, ema: bool = False
 ) -> tuple[Stack, Progress]:
     """The model of the newest good checkpoint in evaluation mode, and its progress; NoCheckpointError without one.
 
-    ``tokenizer``: fingerprint of the tokenizer in use, if known; ConfigError if the model was trained with another.
+    ``tokenizer``: fingerprint of the tokenizer in use, if known; ConfigError if the model was trained with another. ``ema``: with the
+    average of the weights (optim.ema); ConfigError without one.
     """
     run_settings.check_saved(run)
-    return load_checkpoint(*directory.newest(run / "checkpoints"), config, tokenizer, compute)
+    return load_checkpoint(*directory.newest(run / "checkpoints"), config, tokenizer, compute, ema)
 
 
 def load_checkpoint(
-    checkpoint: Path, manifest: Manifest, config: TrainedModel, tokenizer: dict[str, Any] | None, compute: Compute
+    checkpoint: Path,
+    manifest: Manifest,
+    config: TrainedModel,
+    tokenizer: dict[str, Any] | None,
+    compute: Compute,
+    ema: bool = False,
 ) -> tuple[Stack, Progress]:
     """The model of the checkpoint in the folder ``checkpoint``; see ``load_model``."""
+    if ema:
+        manifest = manifest.averaged()
     clash = tokenizer_clash(manifest.fingerprint, tokenizer)
     if clash:
         raise ConfigError(f"{checkpoint}: {clash[0]}; use the run's own data.tokenizer and data.prefix")

@@ -32,6 +32,7 @@ class ConvertOptions:
     dtype: str | None = None
     shard_gb: float | None = None
     allow_nan: bool = False
+    ema: bool = False
     pickle: bool = False
     ignore: Sequence[str] = ()
     weights_only: bool = False
@@ -48,9 +49,8 @@ def converted(source: Path, target: Path, overrides: list[str], options: Convert
             raise ConfigError("--pickle has no effect: an export reads safetensors")
         if options.ignore or options.weights_only:
             raise ConfigError("--ignore and --weights-only are for imports")
-        return exported(
-            source, target, overrides, options.dtype or "fp32", options.shard_gb or SHARD_GB, options.allow_nan
-        )
+        shard_gb = options.shard_gb or SHARD_GB
+        return exported(source, target, overrides, options.dtype or "fp32", shard_gb, options.allow_nan, options.ema)
     if files.is_file(source / "config.yaml"):
         run_settings.check_saved(source)
     if files.is_file(source / ADAPTER):  # transformers would apply the adapter, even next to a whole model
@@ -59,6 +59,8 @@ def converted(source: Path, target: Path, overrides: list[str], options: Convert
         raise ConfigError(UNKNOWN.format(source))
     if options.dtype or options.shard_gb or options.allow_nan:
         raise ConfigError("--dtype, --shard-gb and --allow-nan are for exports; a run's weights are fp32 and finite")
+    if options.ema:
+        raise ConfigError("--ema is for exports: only a run's checkpoints have an average of the weights")
     with extras.needed_for("hpclm convert"):
         from hpclm.interop import megatron
         from hpclm.interop.huggingface import folder
@@ -99,7 +101,15 @@ def is_run(path: Path) -> bool:
     return (path / "checkpoints").is_dir() or (path / manifest.NAME).is_file()
 
 
-def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard_gb: float, allow_nan: bool) -> str:
+def exported(
+    source: Path,
+    target: Path,
+    overrides: list[str],
+    dtype: str,
+    shard_gb: float,
+    allow_nan: bool,
+    ema: bool = False,
+) -> str:
     """Export the weights of a run or checkpoint for transformers, or for llama.cpp if ``target`` ends with .gguf; returns a message that
     describes the result. Arguments: see hpclm convert."""
     from hpclm.inference import run_settings
@@ -114,7 +124,7 @@ def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard
         if target.suffix == ".gguf":
             from hpclm.interop.gguf import file
 
-    checkpoint = run.find_checkpoint(source, overrides)
+    checkpoint = run.find_checkpoint(source, overrides, ema)
     if target.suffix == ".gguf":
         if shard_gb != SHARD_GB:
             raise ConfigError("the size of shards has no effect: a .gguf export is a single file")
@@ -123,4 +133,5 @@ def exported(source: Path, target: Path, overrides: list[str], dtype: str, shard
     else:
         name = folder.export_run(checkpoint, target, dtype, shard_gb * 1e9, allow_nan)
         ready = f"{target / 'README.md'} says how to load it"
-    return f"{target}: {name}, from step {checkpoint.step} of {checkpoint.run}; {ready}"
+    weights = "the average of the weights at" if ema else "from"
+    return f"{target}: {name}, {weights} step {checkpoint.step} of {checkpoint.run}; {ready}"

@@ -69,6 +69,8 @@ class RunCheckpoint:
     folder: Path
     manifest: Manifest
     config: RunConfig
+    ema: bool = False
+    """Whether the weights are their average (optim.ema)."""
 
     @property
     def step(self) -> int:
@@ -87,16 +89,19 @@ class RunCheckpoint:
             return None
 
 
-def find_checkpoint(path: Path, overrides: list[str]) -> RunCheckpoint:
-    """The newest good checkpoint of the run ``path``, or the checkpoint ``path`` itself.
+def find_checkpoint(path: Path, overrides: list[str], ema: bool = False) -> RunCheckpoint:
+    """The newest good checkpoint of the run ``path``, or the checkpoint ``path`` itself. ``ema``: with the average of its weights
+    (optim.ema).
 
-    ConfigError if it is not part of a run, NoCheckpointError if there is no good checkpoint.
+    ConfigError if it is not part of a run or has no average, NoCheckpointError if there is no good checkpoint.
     """
     run = directory.run_of(path)
     tokenizer_folder.refuse_second(run, overrides)
     config = configs.of_run(run, overrides)
     folder, saved_manifest = directory.locate(path)
-    return RunCheckpoint(run, folder, saved_manifest, config)
+    if ema:
+        saved_manifest = saved_manifest.averaged()
+    return RunCheckpoint(run, folder, saved_manifest, config, ema)
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,10 @@ def _of_one(runs: Runs) -> Iterator[tuple[str, Lines]]:
     for row in history.evaluations:
         part = row.get("part", "valid").removeprefix("valid").replace("/", " ")
         parts.setdefault(f"validation{part}", []).append((row["step"], row["validation_loss"]))
+        if "validation_loss_ema" in row:
+            parts.setdefault(f"validation{part}, averaged weights", []).append(
+                (row["step"], row["validation_loss_ema"])
+            )
     yield "loss", {"training": _pairs(history, "loss"), **{name: _listed(pairs) for name, pairs in parts.items()}}
     for key in ("grad_norm", "lr", "tokens_per_second"):
         yield key, {name: _pairs(history, key)}

@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 FIGURES = {
     **metrics_file.STEP,
     **dict.fromkeys(("memory", "mfu", "data_seconds", "data_fraction"), float),
-    **dict.fromkeys(("validation_perplexity", "validation_bits_per_byte"), float),
+    **dict.fromkeys(("validation_loss_ema", "validation_perplexity", "validation_bits_per_byte"), float),
 }
 """Field of the recent rows -> its type."""
 COLUMNS = ("step", "time", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds")
 """The fields that a history keeps of every step."""
-EVALUATION = ("validation_loss", "validation_bits_per_byte", "part", "tasks")
+EVALUATION = ("validation_loss", "validation_loss_ema", "validation_bits_per_byte", "part", "tasks")
 """The fields of rows that are not steps."""
 RECENT = 50  # the number of recent rows
 Array = NDArray[np.float64]

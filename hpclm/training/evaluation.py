@@ -47,6 +47,12 @@ class Evaluator:
             loss = self.run.engine.evaluate(until_leaving(held_out.batches.take(0, held_out.size)))
             if interrupted:
                 return
+            of_average = None
+            if loss is not None and self.run.config.optim.ema is not None:
+                with self.run.engine.averaged():
+                    of_average = self.run.engine.evaluate(until_leaving(held_out.batches.take(0, held_out.size)))
+                if interrupted:
+                    return
             if loss is None:
                 text = (
                     "%s skipped: the loss mask excludes every token of the %d samples read; increase evaluate.batches"
@@ -56,7 +62,7 @@ class Evaluator:
                 continue
             self.losses[progress.step, part] = loss
             if self.run.meter:
-                self.run.meter.evaluated(progress.step, progress.samples, loss, part, self._bits[part])
+                self.run.meter.evaluated(progress.step, progress.samples, loss, part, self._bits[part], of_average)
         if self.run.callbacks and len(self.losses) > known:
             losses = {part: loss for (step, part), loss in self.losses.items() if step == progress.step}
             self.run.callbacks.after_evaluation(progress.step, losses)

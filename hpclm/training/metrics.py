@@ -201,19 +201,33 @@ class Meter:
                 if self._board:
                     self._board.scalar(f"tasks/{task} {name}", value, row)
 
-    def evaluated(self, step: int, samples: int, loss: float, part: str, bits: float | None = None) -> None:
-        """Record a loss on held-out data, its perplexity and, if known, bits per byte. ``bits``: see sources.bits_per_byte."""
+    def evaluated(
+        self,
+        step: int,
+        samples: int,
+        loss: float,
+        part: str,
+        bits: float | None = None,
+        of_average: float | None = None,
+    ) -> None:
+        """Record a loss on held-out data, its perplexity and, if known, bits per byte. ``bits``: see sources.bits_per_byte.
+        ``of_average``: the loss of the average of the weights; None without optim.ema."""
         row = {"step": step, "samples": samples, "time": round(time.time(), 3), "part": part}
         row |= {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
         if bits is not None:
             row["validation_bits_per_byte"] = bits * loss
+        if of_average is not None:
+            row["validation_loss_ema"] = of_average
         self._writer(lambda: self._evaluated(row))
 
     def _evaluated(self, row: dict[str, Any]) -> None:
         name = row["part"].removeprefix("valid").removeprefix("/")
         self._write(row, name)
         self.summary.measured(row)
-        log.info("%s", evaluation_line(row["step"], row["validation_loss"], name, row.get("validation_bits_per_byte")))
+        line = evaluation_line(row["step"], row["validation_loss"], name, row.get("validation_bits_per_byte"))
+        if "validation_loss_ema" in row:
+            line += f"  with averaged weights {row['validation_loss_ema']:.4f}"
+        log.info("%s", line)
 
     def flush(self) -> None:
         """Wait until everything is written. An error of the writing thread is raised here, or by the next step."""

@@ -32,6 +32,7 @@ TAGS = {
     "optimizer_seconds": "time/optimizer-time",
     "data_seconds": "time/batch-generator-time",
     "validation_loss": "lm-loss-validation/lm loss validation",
+    "validation_loss_ema": "lm-loss-validation/lm loss validation ema",
     "validation_perplexity": "lm-loss-validation/lm loss validation ppl",
     "validation_bits_per_byte": "lm-loss-validation/lm loss validation bits per byte",
 }

@@ -25,6 +25,7 @@ def test_saving_beside_the_training_changes_no_bit_of_it(precision, words):
     assert losses(folder(saving)) == losses(folder(plain))
 
 
+AVERAGED = ["optim.ema=0.9", "evaluate={every: 10, batches: 1}", "engine.precision=bf16"]
 USERS = [
     ["optim.name=tests.optim.users:Lion", "engine.precision=bf16"],
     ["optim.name=torch.optim:NAdam"],
@@ -34,7 +35,7 @@ USERS = [
 
 
 @pytest.mark.parametrize(
-    "engine", [[], ["engine.name=fsdp2"], ["engine.precision=bf16", "model.dropout=0.1"], *USERS], ids=str
+    "engine", [[], ["engine.name=fsdp2"], ["engine.precision=bf16", "model.dropout=0.1"], AVERAGED, *USERS], ids=str
 )
 def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(engine, words):
     """The snapshot of step 20 is taken while step 21 runs: were it of a later state, the losses would differ."""
@@ -45,6 +46,8 @@ def test_a_resumed_run_equals_one_that_never_stopped_bit_for_bit(engine, words):
     shutil.rmtree(Path(folder(parts)) / "checkpoints/step-00000040")
     said = hpclm("train", *parts, check=0)
     assert "20" in said.stderr and losses(folder(parts)) == losses(folder(whole))
+    averaged = figures(folder(parts), "step", "validation_loss_ema")
+    assert averaged == figures(folder(whole), "step", "validation_loss_ema") and bool(averaged) == (engine is AVERAGED)
 
 
 def test_a_cpu_goes_on_from_a_gpus_checkpoint(words, tiny, device):

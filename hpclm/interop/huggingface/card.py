@@ -92,13 +92,16 @@ def _results(checkpoint: RunCheckpoint) -> Iterator[Row]:
     samples = int(checkpoint.manifest.progress.get("samples", 0))
     yield "steps", f"{step:,}"
     yield "tokens seen", f"{samples * checkpoint.config.model.context:,}"
+    if checkpoint.ema:
+        yield "weights", f"exponential moving average (optim.ema={checkpoint.config.optim.ema})"
     losses = past.steps["loss"][(past.steps["step"] <= step) & np.isfinite(past.steps["loss"])][-LAST:]
     if len(losses):
         yield f"training loss, mean of the last {len(losses)} steps", f"{losses.mean():.4f}"
     newest = {row.get("part", "valid"): row for row in past.evaluations if row["step"] <= step}
+    figure = "validation_loss_ema" if checkpoint.ema else "validation_loss"
     for part, row in newest.items():
-        if row["validation_loss"] is not None:
-            yield f"loss on {part}, step {row['step']:,}", f"{row['validation_loss']:.4f}"
+        if row.get(figure) is not None:
+            yield f"loss on {part}, step {row['step']:,}", f"{row[figure]:.4f}"
     for row in [row for row in past.tasks if row["step"] <= step][-1:]:
         for task, scores in row["tasks"].items():
             measured = {metric: value for metric, value in scores.items() if value is not None}

@@ -1,6 +1,7 @@
 """The fingerprint of a run: facts that must not change when it is resumed from a checkpoint."""
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,22 @@ def fingerprint(
     return identity
 
 
+def of_read(fingerprint: dict[str, Any], phases: int) -> dict[str, Any]:
+    """``fingerprint`` without the phases that have not been read; ``phases``: the number of those that have, the first one included."""
+    data = fingerprint.get("data", {})
+    if "phases" not in data:
+        return fingerprint
+    return {**fingerprint, "data": {**data, "phases": data["phases"][: max(phases - 1, 0)]}}
+
+
+def network(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the network in a checkpoint's fingerprint, as they are in the phase that has been read last."""
+    settings = dict(saved["model"])
+    for phase in saved.get("data", {}).get("phases", ()):
+        settings |= {key.removeprefix("model."): value for key, value in phase.items() if key.startswith("model.")}
+    return settings
+
+
 def check_fingerprint(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """ConfigError that lists the differences between the run that saved a checkpoint and the one that would resume from it."""
     wrong = [*tokenizer_clash(saved, now.get("data", {}).get("tokenizer")), *differences(saved, now)]
@@ -79,8 +96,15 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         saved, now = ({key: value for key, value in given.items() if key != "batch"} for given in (saved, now))
     before = _leaves(saved)
     after = _leaves(now)
+    read = before.pop("data.phases", [])
+    planned = after.pop("data.phases", [])
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return [
+        *(
+            f"data.phases[{number}] has been read: it was {typed(old)} and is now {typed(new)}"
+            for number, (old, new) in enumerate(zip_longest(read, planned[: len(read)]))
+            if old != new
+        ),
         *(
             f"{key} was {typed(before.get(key))} and is now {typed(after.get(key))}{WHY.get(key, '')}"
             for key in changed

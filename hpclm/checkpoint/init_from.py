@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory, manifest
-from hpclm.checkpoint.fingerprint import differences, tokenizer_clash
+from hpclm.checkpoint.fingerprint import differences, network, tokenizer_clash
 from hpclm.checkpoint.manifest import Manifest
 from hpclm.distributed.context import DistributedContext
 
@@ -75,7 +75,7 @@ def _check_model(folder: Path, manifest: Manifest, fingerprint: Mapping[str, Any
     saved = manifest.fingerprint
     wrong = tokenizer_clash(saved, fingerprint.get("data", {}).get("tokenizer"))
     if "model" in saved:
-        wrong += differences({"model": saved["model"]}, {"model": fingerprint["model"]})
+        wrong += differences({"model": network(saved)}, {"model": fingerprint["model"]})
     if wrong:
         raise ConfigError(
             [

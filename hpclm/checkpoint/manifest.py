@@ -17,6 +17,7 @@ from typing import Any
 
 from hpclm.base import files
 from hpclm.base.errors import ConfigError
+from hpclm.config.plan import Position, Reading
 from hpclm.optim.stability import Health
 from hpclm.rundir import rows
 
@@ -236,8 +237,16 @@ class Progress:
     skipped: int = 0  # steps that were skipped as not finite
     planned: int | None = None  # samples that the sample order was built for
     health: Health = field(default_factory=Health)
+    phases: tuple[Reading, ...] = ()
+    """How far the run had read at the beginning of each phase that it has read from; empty unless data.order=per_dataset."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "Progress":
         """Progress from a checkpoint."""
-        return cls(**{**saved, "health": Health.of(saved.get("health"))})
+        phases = tuple(Reading(**entry) for entry in saved.get("phases", ()))
+        return cls(**{**saved, "health": Health.of(saved.get("health")), "phases": phases})
+
+    @property
+    def position(self) -> Position:
+        """Where the run has got to in its data."""
+        return Position(self.step, self.samples, self.phases)

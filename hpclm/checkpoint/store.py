@@ -15,7 +15,7 @@ from typing import Any
 from hpclm.base import files, folders
 from hpclm.base.errors import ConfigError, HpclmError, NoCheckpointError
 from hpclm.checkpoint import directory, staging
-from hpclm.checkpoint.fingerprint import check_fingerprint
+from hpclm.checkpoint.fingerprint import check_fingerprint, of_read
 from hpclm.checkpoint.manifest import NAME, BadCheckpoint, Manifest, Progress, many_objects
 from hpclm.checkpoint.retention import CompleteCheckpoints, Retention
 from hpclm.checkpoint.staging import ShardSnapshot
@@ -256,7 +256,8 @@ class CheckpointStore:
             tensors.setdefault(name, {"shape": shape, "parts": []})["parts"].append(part)
         all_files = {name: info for one in written for name, info in one["files"].items()}
         progress = asdict(pending.progress)
-        return Manifest(progress, pending.scalars, self.fingerprint, tensors, all_files, origin, pending.validation)
+        identity = of_read(self.fingerprint, len(pending.progress.phases))
+        return Manifest(progress, pending.scalars, identity, tensors, all_files, origin, pending.validation)
 
     def _candidates(self, policy: str) -> list[str]:
         directory.restore(self.folder)

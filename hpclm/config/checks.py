@@ -1,6 +1,6 @@
 """Read values of settings, find the text in them, and show them in messages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -49,6 +49,15 @@ def texts(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from texts(inner)
+
+
+def mapped_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """``value`` with each text that is not empty passed through ``change``, except for the names in mappings."""
+    if isinstance(value, list):
+        return [mapped_texts(inner, change) for inner in value]
+    if isinstance(value, dict):
+        return {name: mapped_texts(inner, change) for name, inner in value.items()}
+    return change(value) if isinstance(value, str) and value else value
 
 
 def is_utf8(text: str) -> bool:

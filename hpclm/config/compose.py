@@ -19,7 +19,7 @@ import yaml
 from hpclm.base import files, folders, own_code, paths, shipped
 from hpclm.base.errors import ConfigError
 from hpclm.config import length, reading, run_file
-from hpclm.config.checks import as_list
+from hpclm.config.checks import as_list, mapped_texts
 from hpclm.config.fields import as_yaml, keys, nested, path_separator, split_key, type_of
 from hpclm.config.hints import mistakes
 from hpclm.config.job import JobConfig
@@ -205,9 +205,7 @@ def _in_file(key: str, value: Any) -> Any:
         return value or "auto"
     if path_separator(key) is None:
         return literal(value) if inserts_settings(key) else value
-    if isinstance(value, list):
-        return [paths.literal(part) for part in value]
-    return value and paths.literal(value)
+    return mapped_texts(value, paths.literal)
 
 
 def keys_set(arguments: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ from os.path import realpath
 from typing import Any, ClassVar, Literal
 
 from hpclm.base.errors import ConfigError
+from hpclm.config.phases import Phase
 from hpclm.config.reading import number
 from hpclm.config.section import Rule, Section, problems_of
 from hpclm.config.setting import setting
@@ -31,6 +32,11 @@ TOKENIZERS = {
 
 def _readable(name: str) -> Rule:
     return Rule(lambda data: getattr(data, name) and problems_of(mixture, getattr(data, name), f"data.{name}"))
+
+
+def _unweighted(train: list[str]) -> bool:
+    """Whether several datasets have no weights."""
+    return len(train) > 1 and not problems_of(mixture, train, "data.train") and mixture(train, "").weights is None
 
 
 def _is_split(text: str) -> bool:
@@ -90,11 +96,24 @@ class DataConfig(Section, key="data"):
         path="=",
         only_with=FILES,
     )
-    order: Literal["mcore", "bigscience", "dse", "packed"] = setting(
+    order: Literal["mcore", "bigscience", "dse", "packed", "per_dataset"] = setting(
         "mcore",
         "Sample order of Megatron-core, BigScience or Megatron-LM v1.1.5 (dse); packed: whole documents, as many "
-        "as fit.",
+        "as fit; per_dataset: each dataset in a separate order, which phases go on with.",
         only_with=(FILES, NO_LINES),
+    )
+    phases: list[Phase] = setting(
+        [],
+        "[{from: TOKENS, data.train: [0.5, a, 0.5, b], optim.lr: 1e-3}]: settings that change after this many tokens "
+        "(hpclm docs phases).",
+        path=True,
+        only_with="data.order=per_dataset",
+    )
+    max_epochs: float | None = setting(
+        None,
+        "Refuse a run that would read any training dataset more often than this.",
+        more_than=0,
+        only_with="data.order=per_dataset",
     )
     break_mode: Literal["none", "complete", "complete_doc", "eos"] | None = setting(
         None, "fairseq's --sample-break-mode: padded blocks of lines; null: Megatron's samples.", only_with=FILES
@@ -152,6 +171,14 @@ class DataConfig(Section, key="data"):
         Rule(
             lambda data: data.order == "packed" and data.source not in ("indexed", "synthetic"),
             "data.order=packed packs datasets on disk; {data.source} orders its own samples",
+        ),
+        Rule(
+            lambda data: data.order == "per_dataset" and (data.source != "indexed" or not data.train),
+            "data.order=per_dataset needs datasets in data.train: [0.7, a, 0.3, b]",
+        ),
+        Rule(
+            lambda data: data.order == "per_dataset" and _unweighted(data.train),
+            "data.order=per_dataset needs a weight for each dataset of {data.train}, such as [0.7, a, 0.3, b]",
         ),
         Rule(
             lambda data: data.loss_mask == "require" and data.order != "packed" and data.source != "synthetic",

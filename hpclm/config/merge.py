@@ -14,7 +14,7 @@ from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConf
 from hpclm.base import paths
 from hpclm.base.errors import ConfigError
 from hpclm.config import hints
-from hpclm.config.checks import shown, texts
+from hpclm.config.checks import mapped_texts, shown, texts
 from hpclm.config.fields import declaration_of, keys, nested, path_separator, required, split_key, type_of
 from hpclm.config.optim import Group
 from hpclm.config.reading import is_null, node, plain, scalar, where, with_texts
@@ -148,9 +148,7 @@ def _value(setting: Setting) -> Any:
     if not value or declaration is None or declaration.path is None or (declaration.url and "://" in value):
         return value
     try:
-        if isinstance(value, list):
-            return [_with_home(path, declaration.path) for path in value]
-        return _with_home(value, declaration.path)
+        return mapped_texts(value, lambda text: _with_home(text, declaration.path or ""))
     except ConfigError as error:
         raise ConfigError(f"{setting.name}={problem}{where(setting.at)}" for problem in error.problems) from None
 

@@ -1,6 +1,7 @@
 """The division of a step's samples over processes and micro-batches, and the length of a run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import gcd
 
 from hpclm.base.errors import ConfigError
@@ -96,3 +97,24 @@ class Length:
     def in_unit(self, unit: str) -> int | None:
         """The length in ``unit``, "steps" or "samples"."""
         return self.steps if unit == "steps" else self.samples
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How far a run has read when a phase begins."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    sources: Mapping[str, Sequence[int]] | None = field(default_factory=dict)
+    """By the hash of a dataset: the position in its order, and the samples and tokens read of it; None if not computed yet."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where an attempt begins."""
+
+    step: int = 0
+    samples: int = 0
+    read: tuple[Reading, ...] = ()
+    """The beginning of each phase that the run has read from."""

@@ -87,7 +87,10 @@ def with_texts(node: yaml.Node, change: Callable[[str], str] = str) -> yaml.Node
         return yaml.SequenceNode(
             node.tag, [with_texts(entry, change) for entry in node.value], node.start_mark, node.end_mark
         )
-    if isinstance(node, yaml.MappingNode) or is_null(node):
+    if isinstance(node, yaml.MappingNode):
+        entries = [(name, with_texts(entry, change)) for name, entry in node.value]
+        return yaml.MappingNode(node.tag, entries, node.start_mark, node.end_mark)
+    if is_null(node):
         return node
     return scalar(change(node.value), node.start_mark, quoted=True)
 

@@ -5,7 +5,7 @@ from math import lcm
 from typing import Any
 
 from hpclm.base.terminal import many
-from hpclm.config import fp8
+from hpclm.config import fp8, phases
 from hpclm.config.checks import RefusedSettingError, assignment
 from hpclm.config.model import BLOCKS
 from hpclm.config.optim import ENDLESS, SCHEDULES
@@ -174,6 +174,16 @@ BETWEEN_SECTIONS = (
         ),
     ),
     Rule(lambda run: problems_of(run.plan, run.parallel.smallest)),
+    Rule(
+        lambda run: run.data.order == "per_dataset" and (run.budget.epochs or run.checkpoint.epochs),
+        "data.order=per_dataset has no epochs that all datasets share; set budget.tokens or budget.steps instead of budget.epochs, and "
+        "checkpoint.every instead of checkpoint.epochs",
+    ),
+    Rule(
+        lambda run: run.data.order == "per_dataset" and run.budget.given == ["hours"],
+        "data.order=per_dataset needs the length of the run in steps, samples or tokens, not only {budget.hours}",
+    ),
+    Rule(phases.problems),
 )
 """Rules that do not depend on the number of processes. Every command that reads settings applies them."""
 

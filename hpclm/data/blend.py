@@ -53,12 +53,17 @@ def exhaustive(sizes: Sequence[int]) -> BlendIndex:
     return _blended(np.array(sizes) / total, np.array(sizes), total)
 
 
-def counts(blend_index: BlendIndex, datasets: int) -> list[int]:
-    """Number of samples from each dataset."""
-    totals = np.zeros(datasets, np.int64)
-    for first in range(0, len(blend_index.which), NUMBERS_PER_BLOCK):
-        totals += np.bincount(blend_index.which[first : first + NUMBERS_PER_BLOCK], minlength=datasets)
-    return totals.tolist()
+def counts(blend_index: BlendIndex, datasets: int, samples: int | None = None) -> list[int]:
+    """Number of samples from each dataset among the first ``samples``, or all."""
+    found: dict[int, int] = {}
+    stop = len(blend_index.which) if samples is None else samples
+    while stop and len(found) < datasets:  # the last sample of a dataset says how many there are
+        first = max(0, stop - NUMBERS_PER_BLOCK)
+        which, last = np.unique(blend_index.which[first:stop][::-1], return_index=True)
+        for dataset, back in zip(which.tolist(), last.tolist(), strict=True):
+            found.setdefault(dataset, int(blend_index.index[stop - 1 - back]) + 1)
+        stop = first
+    return [found.get(dataset, 0) for dataset in range(datasets)]
 
 
 def _blended(weights: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> BlendIndex:

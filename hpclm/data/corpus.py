@@ -3,13 +3,16 @@
 import logging
 import random
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.base.files import typed
 from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named_mixtures
+from hpclm.config.phases import Timeline
 from hpclm.config.section import no_effect
 from hpclm.data import loss_mask, tokenizer_folder, tokenizers
 from hpclm.data.content import DIGEST, check_some, noted
@@ -18,6 +21,7 @@ from hpclm.data.order import split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import NEED_EOD, Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
+from hpclm.data.streams import PhasedSamples, Stream, Stretch, stretch
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -36,7 +40,8 @@ class Corpus:
         self.context = context
         self._datasets: dict[str, IndexedDataset] = {}
         mixtures = dict(listed(settings))
-        for entry in mixtures.values():
+        self._mixtures = [*mixtures_of_phases(settings)]
+        for entry in [*mixtures.values(), *self._mixtures]:
             for prefix in entry.prefixes:
                 if prefix not in self._datasets:
                     self._datasets[prefix] = open_dataset(prefix, facts)
@@ -54,9 +59,8 @@ class Corpus:
             )
         eos = -1 if self.eod is None else self.eod  # only break_mode reads it
         repeat = settings.short_part == "repeat"
-        self._sampling = SampleSettings(
-            context, seed, settings.order, settings.break_mode, settings.index_cache, eos, repeat
-        )
+        order = "mcore" if settings.order == "per_dataset" else settings.order  # of data that are held out
+        self._sampling = SampleSettings(context, seed, order, settings.break_mode, settings.index_cache, eos, repeat)
         self.splits = {name: self._split(name, entry) for name, entry in mixtures.items()}
         self.held_out = [name for name in self.splits if name.startswith("valid")]
         self.fingerprint: dict[str, Any] = facts.find("fingerprint", lambda: self._fingerprint(tokenizer))
@@ -117,8 +121,67 @@ class Corpus:
             ]
         return said
 
+    @cached_property
+    def _streams(self) -> dict[str, Stream]:
+        """The stream of each training dataset, by prefix."""
+        prefixes = tuple(dict.fromkeys(prefix for entry in self._mixtures for prefix in entry.prefixes))
+        parts = self._split("train", Mixture(prefixes, None)).slices
+        return {prefix: Stream(part) for prefix, part in zip(prefixes, parts, strict=True)}
+
+    def check_phases(self, timeline: Timeline, end: int) -> None:
+        """ConfigError if a run until sample ``end`` would read a dataset more often than data.max_epochs allows, or if a mixture has
+        the same dataset twice."""
+        planned: dict[str, float] = {}
+        for number, entry in enumerate(self._mixtures):
+            names: dict[str, str] = {}
+            for prefix in entry.prefixes:
+                same = names.setdefault(self._streams[prefix].key, prefix)
+                if same != prefix:
+                    raise ConfigError(
+                        f"data.train or data.phases: {same} and {prefix} have the same tokens; add up their weights"
+                    )
+            begin = timeline.begins[number].samples
+            stop = timeline.begins[number + 1].samples if number + 1 < len(timeline.begins) else end
+            weights = entry.weights or (1.0,)
+            tokens = max(0, min(stop, end) - begin) * timeline.settings[number].model.context
+            for prefix, weight in zip(entry.prefixes, weights, strict=True):
+                key = self._streams[prefix].key
+                planned[key] = planned.get(key, 0.0) + tokens * weight / sum(weights)
+        most = self.settings.max_epochs
+        for prefix, stream in self._streams.items():
+            often = planned.get(stream.key, 0.0) / stream.tokens
+            if most is not None and often > most:
+                raise ConfigError(
+                    f"the run would read {prefix}, which has {stream.tokens:,} tokens, {often:.2f} times; data.max_epochs={most:g} allows "
+                    "less: lower its weight, shorten the run, or raise data.max_epochs"
+                )
+
+    def in_phases(self, timeline: Timeline, end: int) -> PhasedSamples:
+        """The training samples of a run until sample ``end``, or until a phase for which the ranks start again."""
+        self.check_phases(timeline, end)
+        position = timeline.position
+        first = max(len(position.read) - 1, 0)
+        begins = timeline.begins
+        stretches: list[Stretch] = []
+        for phase in range(first, timeline.next_restart(position.samples)):
+            begin = begins[phase]
+            if stretches:
+                begin = replace(begin, sources=stretches[-1].after(stretches[-1].count))
+            stop = begins[phase + 1].samples if phase + 1 < len(begins) else end
+            entry = self._mixtures[phase]
+            split = self._split("train", entry)
+            streams = [self._streams[prefix] for prefix in entry.prefixes]
+            count = max(0, min(stop, end) - begin.samples)
+            context = timeline.settings[phase].model.context
+            again = phase > 0 and self.settings.phases[phase - 1].get("again", False)
+            stretches.append(stretch(split, streams, begin, count, context, again))
+        names = {stream.key: Path(prefix).name for prefix, stream in self._streams.items()}
+        return PhasedSamples(stretches, position.read[:first], names)
+
     def per_epoch(self, split: str) -> int:
         """Samples in one epoch of the split; 0 if it is shorter than a sample."""
+        if split == "train" and self.settings.order == "per_dataset":  # a stream has no end
+            return max(1, sum(stream.tokens for stream in self._streams.values()) // self.context)
         return self.splits[split].per_epoch if split in self.splits else 0
 
     def bytes_per_token(self, split: str) -> float | None:
@@ -146,7 +209,18 @@ class Corpus:
             "order": self.settings.order,
             "break_mode": self.settings.break_mode,
             "tokenizer": tokenizer or None,
+            **({"phases": self._phases()} if self.settings.order == "per_dataset" else {}),
         }
+
+    def _phases(self) -> list[dict[str, Any]]:
+        """The phases after the first, with hashes of their datasets (JSON)."""
+        phases: list[dict[str, Any]] = []
+        for changes, entry in zip(self.settings.phases, self._mixtures[1:], strict=True):
+            phases.append(dict(changes))
+            if "data.train" in changes:
+                hashes = [self._datasets[prefix].fingerprint["bin"] for prefix in entry.prefixes]
+                phases[-1]["data.train"] = [list(entry.weights or ()), hashes]
+        return phases
 
     def _split(self, name: str, entry: Mixture) -> Split:
         keep = self.settings.keep_partial and name != "train"
@@ -183,6 +257,16 @@ def listed(settings: DataConfig) -> Iterator[tuple[str, Mixture]]:
                 yield name, whole
     for name, entry in named_mixtures(settings.validation, "data.validation").items():
         yield NAMED + name, entry
+
+
+def mixtures_of_phases(settings: DataConfig) -> Iterator[Mixture]:
+    """The training datasets of each phase; none unless data.order=per_dataset."""
+    if settings.order == "per_dataset":
+        entries = settings.train
+        yield mixture(entries, "data.train")
+        for phase in settings.phases:
+            entries = phase.get("data.train", entries)
+            yield mixture(entries, "data.phases")
 
 
 def divided(settings: DataConfig) -> Mixture:

@@ -148,10 +148,10 @@ class DatasetSlice:
             return vars(build_index(sequences.sizes, sequences.span, wanted))
 
         often = -(-(requested or 1) // max(1, self.per_epoch))
-        index = self._kept(often * (len(self.span) + self.per_epoch), {"order": asdict(wanted)}, build)
+        index = self.kept(often * (len(self.span) + self.per_epoch), {"order": asdict(wanted)}, build)
         return PackedSamples(self.dataset, SampleIndex(**index), self.keep_partial, sequences)
 
-    def _kept(self, entries: int, key: dict[str, Any], build: Callable[[], index_cache.Arrays]) -> index_cache.Arrays:
+    def kept(self, entries: int, key: dict[str, Any], build: Callable[[], index_cache.Arrays]) -> index_cache.Arrays:
         """The arrays that ``build`` creates for ``key`` from this slice, cached if there are enough ``entries``."""
         if not (entries > WORTH_KEEPING or self.sampling.cache):
             return build()
@@ -229,7 +229,7 @@ class DatasetSlice:
             return vars(pack(sizes, first, context, seed))
 
         key = {"packed": {"context": context, "seed": seed, "masked": self.mask is not None}}
-        return Packing(**self._kept(len(self.span) + self.tokens // context, key, build))
+        return Packing(**self.kept(len(self.span) + self.tokens // context, key, build))
 
 
 @dataclass(frozen=True)
@@ -278,14 +278,18 @@ class Split:
             counts = [part.per_epoch for part in self.slices]
             blend_index = self._blend_index({"counts": counts}, sum(counts), lambda: blend.exhaustive(counts))
             return BlendedSamples([part.samples(None) for part in self.slices], blend_index)
-        weights = self._weights()
         asked, total = self._shares(requested, settings)
-        blend_index = self._blend_index({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
+        blend_index = self.weighted_blend(total)
         sizes = [
             max(number, needed) for number, needed in zip(asked, blend.counts(blend_index, len(asked)), strict=True)
         ]
         samples = [part.samples(size) for part, size in zip(self.slices, sizes, strict=True)]
         return BlendedSamples(samples, blend_index)
+
+    def weighted_blend(self, total: int) -> blend.BlendIndex:
+        """The blend order of ``total`` samples by weight."""
+        weights = self._weights()
+        return self._blend_index({"weights": list(weights)}, total, lambda: blend.weighted(weights, total))
 
     def _once(self, requested: int | None) -> bool:
         """Whether every dataset is read at most once, because there are no weights."""

@@ -195,5 +195,5 @@ def _submitted(config: RunConfig, job_id: str, cluster: str, script: str, comman
         script=script,
         command=list(command),
         folder=str(Path.cwd()),
-        steps=run_length(config, None, begin.step, begin.samples).steps,
+        steps=run_length(config, None, begin.position).steps,
     )

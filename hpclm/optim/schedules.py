@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from hpclm.base.registry import function_check, lookup
 from hpclm.config import OptimConfig, Plan
 from hpclm.config.optim import SCHEDULES
-from hpclm.config.plan import Length
+from hpclm.config.phases import Timeline
+from hpclm.config.plan import Length, Reading
 
 Shape = Callable[[float, float, OptimConfig], float]
 CHECK = function_check("position", "length", "optim")
@@ -26,6 +27,8 @@ class Schedule:
     optim: OptimConfig
     plan: Plan
     length: Length
+    phases: Timeline | None = None
+    """The phases of the run, each with its own ``optim``; None without any."""
 
     def batch_size(self, samples: int) -> int:
         """Samples of the step after ``samples`` samples."""
@@ -33,9 +36,16 @@ class Schedule:
 
     def rate(self, step: int, samples: int) -> float:
         """Learning rate of the step after ``step`` steps and ``samples`` samples."""
-        by_step = self.optim.unit == "steps"
-        position, amount = (step, 1) if by_step else (samples, self.batch_size(samples))
-        return learning_rate(position, amount, self.length.in_unit(self.optim.unit), self.optim)
+        optim = self.optim
+        begin = Reading()
+        if self.phases:
+            optim, begin = self.phases.schedule(samples)
+        end = self.length.in_unit(optim.unit)
+        if optim.unit == "steps":
+            position, amount, before = step, 1, begin.step
+        else:
+            position, amount, before = samples, self.batch_size(samples), begin.samples
+        return learning_rate(position - before, amount, end and end - before, optim)
 
 
 def learning_rate(position: float, size: float, length: float | None, optim: OptimConfig) -> float:

@@ -126,7 +126,7 @@ class AttemptEvents:
     @property
     def orderly(self) -> bool:
         """Whether the attempt ended in order: done, or saved after a signal."""
-        return self.ended.get("state") in ("done", "stopped", "exited")
+        return self.ended.get("state") in ("done", "stopped", "exited", "phase")
 
 
 def attempts(happened: Iterable[Row]) -> list[AttemptEvents]:

@@ -142,7 +142,11 @@ class TrainingLoop:
     def attempt_ends(self, progress: Progress) -> bool:
         """Whether the settings end the attempt after this step."""
         interval = due(self.config.exit_interval or 0, progress) and progress.step > self.run.data.begin.step
-        return self.finished(progress) or interval
+        return self.finished(progress) or interval or self.phase_ends(progress)
+
+    def phase_ends(self, progress: Progress) -> bool:
+        """Whether the ranks have to start again for the next step, because it is in a phase with another network or batch."""
+        return progress.samples == self.run.data.ends_before and not self.finished(progress)
 
     def finished(self, progress: Progress) -> bool:
         """Whether the run has used up its budget, or reached stop_at."""
@@ -219,7 +223,10 @@ class TrainingLoop:
             log.warning(text, progress.health.describe(), files.typed(self.config.out))
         if state.stop == FAILED:
             self.context.run_on_main(self._raise_failure_of_callback)
-        self._record_end(progress, over, requeue)
+        next_phase = self.phase_ends(progress) and not state.leaving
+        self._record_end(progress, over, requeue, next_phase)
+        if next_phase:
+            return ExitCode.REQUEUE
         if not requeue:
             if finished and self.run.notifier and self.context.is_main:
                 text = messages.ending(self.config, self.run.data.length, progress, "")
@@ -240,8 +247,9 @@ class TrainingLoop:
         error.shared = True
         raise error
 
-    def _record_end(self, progress: Progress, over: bool, requeue: bool) -> None:
-        """Log how the attempt ends and what follows, and record it. ``over``: no other attempt is needed."""
+    def _record_end(self, progress: Progress, over: bool, requeue: bool, next_phase: bool) -> None:
+        """Log how the attempt ends and what follows, and record it. ``over``: no other attempt is needed. ``next_phase``: the ranks start
+        again for it."""
         state = self.control.state
         if requeue:
             then = "nothing saved, exiting; the same command starts again"
@@ -251,6 +259,11 @@ class TrainingLoop:
             log.warning("%s", text)
             code = ExitCode.REQUEUE
             status = "exited"
+        elif next_phase:
+            text = messages.phase(self.run.data.timeline, progress)
+            log.info("%s", text)
+            code = ExitCode.REQUEUE
+            status = "phase"
         else:
             leaving = "" if over else state.leaving or "exit_interval"
             text = messages.ending(self.config, self.run.data.length, progress, leaving)

@@ -11,7 +11,9 @@ from hpclm.base import files
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import Progress
 from hpclm.config import BudgetConfig, ModelConfig, Plan, RunConfig
+from hpclm.config.checks import typed
 from hpclm.config.model import BLOCKS
+from hpclm.config.phases import IN_PLACE, OWN, Timeline
 from hpclm.config.plan import Length
 from hpclm.data import tokenizer_folder
 from hpclm.distributed.context import DistributedContext
@@ -160,6 +162,17 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
     if config.checkpoint.enabled and _has_tokenizer(config):
         generate = f" · hpclm generate {out} --prompt ..."
     return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"
+
+
+def phase(timeline: Timeline, progress: Progress) -> str:
+    """That the ranks start again for a phase, and why."""
+    number = timeline.phase(progress.samples)
+    changed = timeline.run.data.phases[number - 1]
+    settings = ", ".join(f"{key}={typed(value)}" for key, value in changed.items() if key not in (*OWN, *IN_PLACE))
+    return (
+        f"phase {number} begins after step {progress.step} ({timeline.tokens(progress.samples):,} tokens) with {settings}; the ranks start again, "
+        "or the same command goes on"
+    )
 
 
 def _has_tokenizer(config: RunConfig) -> bool:

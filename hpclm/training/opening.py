@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, r
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import EngineSettings, RunConfig, compose, no_effect
 from hpclm.config.length import run_length
+from hpclm.config.phases import Timeline
 from hpclm.diagnostics import preflight, self_check
 from hpclm.distributed.context import DistributedContext
 from hpclm.engine import Engine, compiling
@@ -103,9 +104,11 @@ def open_run(start: RunStart, context: DistributedContext, planner: MemoryPlanne
         context.watchdog.enter("data")
         context.run_on_main(start.check)
         recorded = with_split(start.run, context, start)  # goes to config.yaml: batch.micro_size may be auto
-        config = planner.with_micro_size(recorded, context, compute.device)
+        begin = Progress.of(context.run_on_main(lambda: asdict(start.begin)))
+        timeline = Timeline(recorded, begin.position)
+        config = planner.with_micro_size(timeline.settings[timeline.phase(begin.samples)], context, compute.device)
         with (
-            open_data(config, context, compute, start) as checked_data,
+            open_data(config, context, compute, start, recorded) as checked_data,
             open_run_directory(config, context, compute.device) as directory,
             # again, before open_run_directory reports the error
             planner.memory_errors_explained(config, context),
@@ -241,7 +244,7 @@ def open_store(
     saving = config.checkpoint
     per_save = data.samples_per_save(saving.epochs)
     retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best, saving.keep_epochs, per_save)
-    now = fingerprint(config.model, config.seed, data.source.fingerprint, config.optim, data.plan.micro_size)
+    now = fingerprint(data.timeline.run.model, config.seed, data.source.fingerprint, config.optim, data.plan.micro_size)
     origin = dict(processes=context.size, engine=config.engine.name, parallel=vars(config.parallel), hpclm=__version__)
     origin |= {"precision": hardware.NAMES[compute.dtype], **context.job.row()}
     return CheckpointStore(Path(config.out) / "checkpoints", retention, now, context, lease, origin)
@@ -253,7 +256,7 @@ def resume(
     """Load the checkpoint to resume from, or the weights to begin with, into the engine; returns the data from there on."""
     saving = config.checkpoint
     progress = store.resume(engine, saving.resume)
-    data = data.after(config, progress)
+    data = data.after(progress)
     if saving.init_from and not progress.step:
         weights = begin_from(Path(saving.init_from), engine, context, store.fingerprint)
         log.info("weights of %s; optimizer, step and data start from scratch", weights)
@@ -284,7 +287,7 @@ def begin_attempt(
     last = attempts[-2].began if begin.step and len(attempts) > 1 else {}
     before = schedule_of(out, last, data.source.per_epoch("train"), begin)
     if before:
-        messages.changed_schedule(before, Schedule(recorded.optim, data.plan, data.length), begin)
+        messages.changed_schedule(before, Schedule(recorded.optim, data.plan, data.length, data.timeline), begin)
     return len(attempts)
 
 
@@ -292,8 +295,10 @@ def schedule_of(out: Path, attempt: Mapping[str, Any], samples_per_epoch: int, p
     """The schedule that an earlier attempt would follow after ``progress``; None if its settings cannot be read."""
     with suppress(ConfigError, KeyError, TypeError):
         config: RunConfig = compose.of_run(out, [], attempt["config"])
-        length = run_length(config, samples_per_epoch, progress.step, progress.samples)
-        return Schedule(config.optim, config.plan(attempt["size"]), length)
+        length = run_length(config, samples_per_epoch, progress.position)
+        timeline = Timeline(config, progress.position)
+        plan = timeline.settings[timeline.phase(progress.samples)].plan(attempt["size"])
+        return Schedule(config.optim, plan, length, timeline)
     return None
 
 

@@ -215,7 +215,7 @@ def log_changes(out: Path, last: Mapping[str, Any], line: Mapping[str, Any], ste
 def _from_folder(folder: Path, key: str, value: Any) -> Any:
     """The value of a setting, with paths that are relative to ``folder`` made absolute."""
     separator = path_separator(key)
-    if separator is None or not value:
+    if separator is None or not value or isinstance(value, dict):
         return value
     if isinstance(value, list):
         return [_from_folder(folder, key, part) for part in value]

@@ -7,16 +7,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpclm.base.errors import ConfigError
+from hpclm.base.errors import ConfigError, CorruptedError
 from hpclm.checkpoint import Progress
 from hpclm.checkpoint.fingerprint import differences
 from hpclm.config import Plan, RunConfig
 from hpclm.config.length import run_length
-from hpclm.config.plan import Length
+from hpclm.config.phases import Timeline
+from hpclm.config.plan import Length, Reading
 from hpclm.data import sources
 from hpclm.data.batches import Batches
 from hpclm.data.scan import SharedFacts
-from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
+from hpclm.data.sources import Samples, Source, samples_per_epoch, without_evaluation
+from hpclm.data.streams import PhasedSamples
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
 from hpclm.parallel.mesh import Compute
@@ -42,36 +44,73 @@ class RunData:
     plan: Plan
     length: Length
     begin: Progress  # where the attempt begins; the sample order is built for its ``planned`` samples
+    timeline: Timeline  # the phases of the run
     source: Source
     train: Batches  # the micro-batches of this rank's replica
     held_out: list[HeldOut]
 
-    def after(self, config: RunConfig, begin: Progress) -> "RunData":
-        """The same data for an attempt that begins at ``begin``, which is earlier if the newest checkpoint was bad."""
-        length, begin = _planned(config, self.source, begin)
-        if begin.planned != self.begin.planned:
-            self.train.samples = self.source.samples("train", begin.planned)
-        return replace(self, length=length, begin=begin)
+    def after(self, begin: Progress) -> "RunData":
+        """The same data for an attempt that begins at ``begin``, which is earlier if the newest checkpoint was bad.
+
+        CorruptedError if the ranks have to start again, because the settings of an earlier phase are others.
+        """
+        timeline = Timeline(self.timeline.run, begin.position)
+        passed = range(timeline.phase(begin.samples) + 1, self.timeline.phase(self.begin.samples) + 1)
+        if any(map(timeline.restarts, passed)):
+            error = CorruptedError(f"step {begin.step} is in an earlier phase, with other settings; start again")
+            error.shared = True
+            raise error
+        length, begin = _planned(timeline, self.source, begin)
+        if (begin.planned, begin.position) != (self.begin.planned, self.begin.position):
+            self.train.samples = _samples(self.source, timeline, length, begin)
+        return replace(self, length=length, begin=begin, timeline=timeline)
+
+    @property
+    def ends_before(self) -> int | None:
+        """The samples after which the ranks have to start again for the next phase; None if they need not."""
+        phase = self.timeline.next_restart(self.begin.samples)
+        begins = self.timeline.begins
+        return begins[phase].samples if phase < len(begins) else None
+
+    def begun(self, samples: int) -> tuple[Reading, ...]:
+        """How far the run had read at the beginning of each phase that it has read from after ``samples`` samples; empty unless
+        data.order=per_dataset."""
+        train = self.train.samples
+        return train.begun(samples) if isinstance(train, PhasedSamples) else ()
 
     def samples_per_save(self, epochs: float | None) -> float:
         """Samples between two saves. ``epochs``: checkpoint.epochs; infinity for None."""
         return math.inf if epochs is None else epochs * self.source.per_epoch("train")
 
 
-def _planned(config: RunConfig, source: Source, begin: Progress) -> tuple[Length, Progress]:
+def _planned(timeline: Timeline, source: Source, begin: Progress) -> tuple[Length, Progress]:
     """The end of a run that begins at ``begin``, and ``begin`` with the number of samples to order.
 
-    The checkpoint's number is kept if it suffices, because the order depends on it.
+    The checkpoint's number is kept if it suffices, because the order depends on it; None if the order does not.
     """
-    length = run_length(config, samples_per_epoch(source), begin.step, begin.samples)
-    if length.samples is None or length.samples > (begin.planned or 0):
+    length = run_length(timeline.run, samples_per_epoch(source), begin.position)
+    if timeline.run.data.order == "per_dataset":
+        begin = replace(begin, planned=None)
+    elif length.samples is None or length.samples > (begin.planned or 0):
         begin = replace(begin, planned=length.samples)
     return length, begin
 
 
+def _samples(source: Any, timeline: Timeline, length: Length, begin: Progress) -> Samples:
+    """The training samples of a run that begins at ``begin``."""
+    if timeline.run.data.order == "per_dataset":
+        samples: Samples = source.in_phases(timeline, length.samples)
+    else:
+        samples = source.samples("train", begin.planned)
+    return samples
+
+
 @contextmanager
-def open_data(config: RunConfig, context: DistributedContext, compute: Compute, start: RunStart) -> Iterator[RunData]:
-    """Open the data of a run, for the replica of this rank. ``start``: has the source that rank 0 has checked.
+def open_data(
+    config: RunConfig, context: DistributedContext, compute: Compute, start: RunStart, whole: RunConfig | None = None
+) -> Iterator[RunData]:
+    """Open the data of a run, for the replica of this rank. ``config``: the settings of the phase in which the attempt begins. ``start``:
+    has the source that rank 0 has checked. ``whole``: the settings with data.phases; None: ``config``.
 
     Rank 0 reads the files first and writes the index cache; then the first rank of each other node reads them. All others only open
     the files that they train on. ConfigError if the data of another node differ from rank 0's.
@@ -80,12 +119,12 @@ def open_data(config: RunConfig, context: DistributedContext, compute: Compute, 
     plan = config.plan(context.size)
 
     def opened(facts: SharedFacts) -> RunData:
-        source = sources.build_source(config.data, config.model, config.seed, facts)
-        return build_data(config, plan, compute, source, begin)
+        source = sources.build_source((whole or config).data, config.model, config.seed, facts)
+        return build_data(config, plan, compute, source, begin, whole)
 
     def read_first() -> RunData:
         assert start.source is not None
-        data = build_data(config, plan, compute, start.source, begin)
+        data = build_data(config, plan, compute, start.source, begin, whole)
         for line in sources.check_content(data.source):
             log.info(line)
         return data
@@ -123,15 +162,17 @@ def open_data(config: RunConfig, context: DistributedContext, compute: Compute, 
         data.train.close()
 
 
-def build_data(config: RunConfig, plan: Plan, compute: Compute, source: Source, begin: Progress) -> RunData:
-    """The data of ``source`` from ``begin`` on, as this rank's replica reads them. Not a collective."""
-    length, begin = _planned(config, source, begin)
+def build_data(
+    config: RunConfig, plan: Plan, compute: Compute, source: Source, begin: Progress, whole: RunConfig | None = None
+) -> RunData:
+    """The data of ``source`` from ``begin`` on, as this rank's replica reads them. Not a collective. ``whole``: see open_data."""
+    timeline = Timeline(whole or config, begin.position)
+    length, begin = _planned(timeline, source, begin)
 
-    def batches(part: str, count: int | None) -> Batches:
-        samples = source.samples(part, count)
+    def batches(samples: Samples) -> Batches:
         return Batches(samples, plan, config.data, config.model, source.eod, compute)
 
-    train = batches("train", begin.planned)
+    train = batches(_samples(source, timeline, length, begin))
     held_out: list[HeldOut] = []
     if config.evaluate.every:
         if not source.held_out:
@@ -139,10 +180,10 @@ def build_data(config: RunConfig, plan: Plan, compute: Compute, source: Source, 
         for part in source.held_out:
             size = config.evaluation_samples(source.per_epoch(part))
             try:
-                held_out.append(HeldOut(part, batches(part, size), size))
+                held_out.append(HeldOut(part, batches(source.samples(part, size)), size))
             except ConfigError as error:
                 raise without_evaluation(source, part, error) from None
-    return RunData(plan, length, begin, source, train, held_out)
+    return RunData(plan, length, begin, timeline, source, train, held_out)
 
 
 def _differences(main: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -22,8 +22,10 @@ from hpclm.config import RunConfig, no_effect, section
 from hpclm.config.compose import missing_code
 from hpclm.config.data import SOURCES
 from hpclm.config.length import inside_warmup, run_length
+from hpclm.config.phases import Timeline, in_phase
 from hpclm.config.plan import Length
 from hpclm.data import sources, split_by
+from hpclm.data.corpus import Corpus
 from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Source, samples_per_epoch, without_evaluation
 from hpclm.node import notify, secrets
@@ -107,13 +109,24 @@ class RunStart:
         return Progress.of(manifest.progress)
 
     @cached_property
+    def phases(self) -> Timeline:
+        """The phases of the run."""
+        return Timeline(self.run, self.begin.position)
+
+    @property
+    def now(self) -> RunConfig:
+        """The settings of the phase in which the run resumes."""
+        settings: RunConfig = self.phases.settings[self.phases.phase(self.begin.samples)]
+        return settings
+
+    @cached_property
     def settings(self) -> RunConfig:
         """The settings, with data.split_by decided by the data; ConfigError if the data cannot be opened."""
         return split_by.resolved(self.run, partial(config_history.split_by, self.out))
 
     def length(self, source: Source) -> Length:
         """The end of the run on the data ``source``."""
-        return run_length(self.run, samples_per_epoch(source), self.begin.step, self.begin.samples)
+        return run_length(self.run, samples_per_epoch(source), self.begin.position)
 
     def fingerprint(self) -> dict[str, Any]:
         """The fingerprint of the run; without the data's fingerprint if the data are not open."""
@@ -142,7 +155,7 @@ class RunStart:
         with suppress(ConfigError):  # with --debug, the number of processes may not be the job's
             known["plan"] = run.plan(self.processes)
         per_epoch = source.per_epoch("train") if source else 0
-        length = run_length(run, per_epoch or None, self.begin.step, self.begin.samples)
+        length = run_length(run, per_epoch or None, self.begin.position)
         too_short = inside_warmup(run, length)
         if too_short:
             reasons.insert(0, too_short)
@@ -165,7 +178,8 @@ class Check(NamedTuple):
 def _check_plan(start: RunStart) -> None:
     job = start.run.job
     try:
-        start.run.plan(start.processes)
+        for phase in range(len(start.run.data.phases) + 1):
+            in_phase(start.run, phase).plan(start.processes)
     except ConfigError as error:
         hint = f"; this job has job.nodes={job.nodes} x job.gpus={job.gpus} = {start.processes} processes"
         raise ConfigError(problem + hint for problem in error.problems) from None
@@ -188,7 +202,7 @@ def _check_data(start: RunStart) -> list[str]:
     if is_own and "own source" not in start.has:  # building it may take long
         lookup("data.source", run.data.source, SOURCES, sources.CHECK)
         return []
-    source = sources.build_source(start.settings.data, run.model, run.seed, start.facts)
+    source = sources.build_source(start.settings.data, start.now.model, run.seed, start.facts)
     problems: list[str] = []
     if not is_own:
         problems = [*sources.needs_eod(run.data, source.eod), *_problems_of_samples(start, source)]
@@ -200,14 +214,18 @@ def _check_data(start: RunStart) -> list[str]:
 def _problems_of_samples(start: RunStart, source: Source) -> Iterator[str]:
     run = start.run
     try:
-        sources.check_part(source, "train", start.length(source).samples)
+        length = start.length(source)
+        if isinstance(source, Corpus) and run.data.order == "per_dataset":
+            source.check_phases(start.phases, length.samples or 0)
+        else:
+            sources.check_part(source, "train", length.samples)
     except ConfigError as error:
         yield from error.problems
     if not run.evaluate.every:
         return
     for part in source.held_out:
         try:
-            sources.check_part(source, part, run.evaluation_samples(source.per_epoch(part)))
+            sources.check_part(source, part, start.now.evaluation_samples(source.per_epoch(part)))
         except ConfigError as error:
             yield from without_evaluation(source, part, error).problems
 

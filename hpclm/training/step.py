@@ -54,7 +54,7 @@ class Stepper:
         self.control = control
         self.saver = saver
         self.verifier = verifier
-        self.schedule = Schedule(run.config.optim, run.data.plan, run.data.length)
+        self.schedule = Schedule(run.config.optim, run.data.plan, run.data.length, run.data.timeline)
         self.guard = NonfiniteGuard(run.config.optim, run.data.begin.skipped, run.data.begin.health)
         self._queued: QueuedStep | None = None
         self._last_finished = 0.0  # when the device finished the last recorded step, by time.perf_counter
@@ -86,7 +86,8 @@ class Stepper:
         finished = time.perf_counter() if result.finished else None
         if profile:
             profile.after(step)
-        progress = replace(progress, step=step, samples=progress.samples + size)
+        samples = progress.samples + size
+        progress = replace(progress, step=step, samples=samples, phases=self.run.data.begun(samples))
         memory = hardware.peak_memory(self.run.compute.device)
         measured = dict(lr=lr, loss_scale=result.loss_scale, batch_size=size, memory=memory)
         state = self.finish()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hpclm.config.length import run_length
-from hpclm.config.plan import Plan, Rampup
+from hpclm.config.plan import Plan, Position, Rampup
 from hpclm.config.schema import BatchConfig, BudgetConfig, RunConfig
 
 CONTEXT, PER_EPOCH = 16, 230
@@ -66,7 +66,7 @@ def test_a_run_ends_where_its_samples_reach_the_budget_whatever_batches_its_atte
     for _ in range(draw.randint(1, 5)):
         run = replace(run, batch=drawn_batch(draw))
         states = counted(run, step, samples)
-        ends = {run_length(run, PER_EPOCH, *state) for state in states}  # from wherever it resumes
+        ends = {run_length(run, PER_EPOCH, Position(*state)) for state in states}  # from wherever it resumes
         [(steps, end)] = {(length.steps, length.samples) for length in ends}
         assert (steps, end) == states[-1]
         step, samples = draw.choice(states)
@@ -74,10 +74,10 @@ def test_a_run_ends_where_its_samples_reach_the_budget_whatever_batches_its_atte
 
 def test_a_budget_that_has_been_passed_ends_before_and_keeps_what_was_read():
     run = RunConfig(budget=BudgetConfig(samples=80), batch=BatchConfig(global_size=8, micro_size=2))
-    length = run_length(run, None, 20, 160)
+    length = run_length(run, None, Position(20, 160))
     assert (length.steps, length.samples) == (10, 160)
     ramped = replace(run, batch=BatchConfig(global_size=64, micro_size=2, rampup=(32, 32, 1000)))
-    assert run_length(ramped, None, 20, 160).steps < 20
+    assert run_length(ramped, None, Position(20, 160)).steps < 20
 
 
 def test_a_ramp_has_every_batch_size_from_its_start_to_the_last():

@@ -22,10 +22,11 @@ NO_PATHS = (
 COMPANIONS = (
     {"data.tokenizer_files": ["data.tokenizer=json"], "job.mounts": ["job.container=image"]}
     | {f"data.{part}": ["data.train=[a]"] for part in ("valid", "test")}
+    | {"data.phases": ["data.order=per_dataset", "data.train=[a]"]}
     | {"engine.offload_folder": ["engine.name=deepspeed", "engine.zero_stage=3", "engine.offload=optimizer"]}
 )
 """What else a setting needs."""
-ALONE = ("job.venv", "job.conda", "data.prefix", "data.blend", "data.valid", "data.test")
+ALONE = ("job.venv", "job.conda", "data.prefix", "data.blend", "data.valid", "data.test", "data.phases")
 """Settings that others exclude."""
 
 
@@ -43,12 +44,16 @@ def surroundings(tmp_path, monkeypatch):
 def typed_setting(key, path):
     """``path`` as the value of ``key``, as a command line has it."""
     value = {"=": f"law={path}", ":": f"{path}:/inside"}.get(path_separator(key), path)
+    if key == "data.phases":
+        return f"[{{from: 8, data.train: ['{value}']}}]"
     return f"['{value}']" if type_of(key) == list[str] else value
 
 
 def path_of(run, key):
     """The path that setting ``key`` of a run has."""
     value = attrgetter(key)(run)
+    if key == "data.phases":
+        value = value[0]["data.train"]
     return (value[0] if isinstance(value, list) else value).removeprefix("law=").removesuffix(":/inside")
 
 

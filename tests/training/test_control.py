@@ -11,6 +11,7 @@ from hpclm import config
 from hpclm.base.errors import HpclmError
 from hpclm.checkpoint import CheckpointStore, Progress, Retention
 from hpclm.config import CheckpointConfig
+from hpclm.config.phases import Timeline
 from hpclm.config.plan import Length
 from hpclm.distributed.bootstrap import World
 from hpclm.distributed.context import single
@@ -43,7 +44,7 @@ def loop_of(out, *words, begin=Progress(), since=None, held_out=()):  # noqa: B0
     """The loop of a run that is in step 7 of 100, with what ends its process, and with the requests that were granted."""
     settings = config.load(None, ["data.source=synthetic", f"out={out}", "cluster.verify_every=0", *words])
     told, context = SimpleNamespace(ends=[], removed=[]), single()
-    data = RunData(settings.plan(), Length(100, None), begin, None, None, [*held_out])
+    data = RunData(settings.plan(), Length(100, None), begin, Timeline(settings), None, None, [*held_out])
     preemption = SimpleNamespace(seconds=lambda name: (since or {}).get(name, 0.0))
     store = CheckpointStore(out, Retention(), {})
     loop = TrainingLoop(OpenRun(settings, context, CPU, data, State(), store, preemption))
@@ -259,7 +260,7 @@ def control_of(out, *words, began=0.0):
     """The control of one rank whose process started ``began`` seconds ago."""
     settings = config.load(None, ["data.source=synthetic", f"out={out}", *words])
     context = single(world=World("single", 0, 1, began=time.time() - began))
-    data = RunData(settings.plan(), Length(100, None), Progress(seconds=5.0), None, None, [])
+    data = RunData(settings.plan(), Length(100, None), Progress(seconds=5.0), Timeline(settings), None, None, [])
     return Control(OpenRun(settings, context, CPU, data, State(), CheckpointStore(out, Retention(), {}), Preemption()))
 
 

@@ -23,7 +23,9 @@ from tests.runs import PATIENCE, losses
     ],
 )
 def test_the_loss_of_several_parts_is_their_mean_where_all_are_finite(losses, mean):
-    evaluator = Evaluator(SimpleNamespace(losses={}, meter=None, data=RunData(None, None, Progress(), None, None, [])))
+    evaluator = Evaluator(
+        SimpleNamespace(losses={}, meter=None, data=RunData(None, None, Progress(), None, None, None, []))
+    )
     evaluator.losses |= losses
     assert evaluator.validation(5) == mean
 

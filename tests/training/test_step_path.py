@@ -104,8 +104,9 @@ def simulated(tmp_path, *words):
             plan,
             config.plan.Length(None, None),
             Progress(),
+            config.phases.Timeline(settings),
             None,
-            SimpleNamespace(step=step, hash=0, replica=0, plan=plan),
+            SimpleNamespace(step=step, hash=0, replica=0, plan=plan, samples=None),
             [],
         )
         store = CheckpointStore(tmp_path / "checkpoints", Retention(), {}, context)

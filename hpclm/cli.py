@@ -42,7 +42,7 @@ GROUPS = {
     "data": {
         "train-tokenizer": "train a tokenizer on text",
         "preprocess": "convert text into a dataset",
-        "data": "inspect, verify, hash, merge and convert datasets",
+        "data": "inspect, verify, hash, index, merge and convert datasets",
     },
     "models": {
         "generate": "continue a prompt with a run's model",

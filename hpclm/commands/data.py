@@ -1,8 +1,9 @@
-"""``hpclm data``: inspect, verify, merge and convert datasets."""
+"""``hpclm data``: inspect, verify, index, merge and convert datasets."""
 
 import io
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -69,6 +70,20 @@ def merge(
     say(f"{out}: {counts} as {merged.dtype.name}, {merged.layout}")
 
 
+def index(prefix: list[str]) -> None:
+    """Make the index of the documents of each dataset, and print how long it took."""
+    from hpclm.data.indexed import IndexedDataset
+    from hpclm.preprocess import document_index
+
+    def made(name: str) -> str:
+        began = time.monotonic()
+        dataset = IndexedDataset(name)
+        document_index.make(dataset)
+        return f"{many(dataset.document_count, 'document')} indexed in {time.monotonic() - began:.1f} s"
+
+    _for_each(prefix, made)
+
+
 def _for_each(names: Sequence[str], act: Callable[[str], str]) -> None:
     """Print the result of ``act`` for each dataset; at the end, ConfigError with the problems of all datasets."""
     from hpclm.preprocess.verify import prefixes
@@ -88,7 +103,7 @@ def parser() -> Parser:
     options = Parser(
         prog="hpclm data",
         intermixed=False,
-        description="Inspect, verify, merge and convert datasets.",
+        description="Inspect, verify, index, merge and convert datasets.",
         allow_abbrev=False,
     )
     commands = options.add_subparsers(required=True, metavar="COMMAND")
@@ -117,6 +132,9 @@ def parser() -> Parser:
     sub.add_argument("--vocab-size", type=whole(0), metavar="N", help=limit)
     keep = "store hashes of the files as they are, to detect later changes, instead of comparing them"
     sub.add_argument("--record", action="store_true", help=keep)
+
+    sub = command("index", index, "make the index by which hpclm ledger RUN --text FILE finds a document")
+    sub.add_argument("prefix", type=paths.option, nargs="+", metavar="PREFIX", help=prefixes_help)
 
     sub = command("merge", merge, "concatenate datasets")
     sub.add_argument("out", type=paths.option, metavar="OUT", help="path of the dataset to write")

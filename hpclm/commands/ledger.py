@@ -5,21 +5,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpclm.base import paths, terminal
-from hpclm.base.errors import CorruptedError, UsageError
+from hpclm.base import log, paths, terminal
+from hpclm.base.errors import ConfigError, UsageError
 from hpclm.base.terminal import many, say
 from hpclm.parser import Parser, whole
 from hpclm.rundir import runs
 
 if TYPE_CHECKING:
+    from hpclm.data.indexed import IndexedDataset
     from hpclm.ledger.history import Span
     from hpclm.ledger.reads import Ledger
 
 
-def main(run: str, runs_folder: Path, step: int | None, document: str | None, verify: bool, as_json: bool) -> int:
+def main(
+    run: str,
+    runs_folder: Path,
+    step: int | None,
+    document: str | None,
+    text: Path | None,
+    verify: bool,
+    as_json: bool,
+) -> int:
     """Print what was asked for; by default, the attempts of the run."""
-    if document is not None and (verify or step is not None):
-        raise UsageError("--document goes with neither --step nor --verify")
+    if sum([document is not None, text is not None, verify or step is not None]) > 1:
+        raise UsageError("choose one of --document, --text, and --step or --verify")
+    log.setup()  # an index that must be made first takes a while
     from hpclm.ledger.reads import Ledger
 
     ledger = Ledger(runs.resolve(run, runs_folder))
@@ -30,7 +40,10 @@ def main(run: str, runs_folder: Path, step: int | None, document: str | None, ve
     if step is not None:
         _print(_of_step(ledger, step), as_json)
     elif document is not None:
-        _document(ledger, document, as_json)
+        _document(ledger, *_named(ledger, document), as_json)
+    elif text is not None:
+        for dataset, number in ledger.with_text(text):
+            _document(ledger, dataset, number, as_json)
     else:
         _print((_span(ledger, span) for span in ledger.spans), as_json)
     return 0
@@ -64,15 +77,18 @@ def _of_step(ledger: "Ledger", step: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def _document(ledger: "Ledger", name: str, as_json: bool) -> None:
-    """Print the steps that read a document."""
+def _named(ledger: "Ledger", name: str) -> tuple["IndexedDataset", int]:
+    """The dataset and the number in [PREFIX:]NUMBER."""
     prefix, _, number = name.rpartition(":")
     if not number.isdecimal():
         raise UsageError(f"--document {name}: give the number of a document from 0 on, or PREFIX:NUMBER")
-    dataset = ledger.dataset(prefix or None)
-    begin, end = dataset.document_tokens(int(number)) if int(number) < dataset.document_count else (0, 0)
+    return ledger.dataset(prefix or None), int(number)
+
+
+def _document(ledger: "Ledger", dataset: "IndexedDataset", number: int, as_json: bool) -> None:
+    """Print the steps that read a document."""
     rows = []
-    for reads in ledger.document(dataset, int(number)):
+    for reads in ledger.document(dataset, number):
         for step, samples in zip(reads.steps.tolist(), reads.samples.tolist(), strict=True):
             span = reads.span
             rows.append(
@@ -84,10 +100,11 @@ def _document(ledger: "Ledger", name: str, as_json: bool) -> None:
                     "undone": step > span.kept,
                 }
             )
+    begin, end = dataset.document_tokens(number)
     kept = [row["step"] for row in rows if not row["undone"]]
     before = ledger.checkpoint_before(min(kept)) if kept else None
     if as_json:
-        about = {"dataset": str(dataset.prefix), "document": int(number), "tokens": end - begin}
+        about = {"dataset": str(dataset.prefix), "document": number, "tokens": end - begin}
         say(json.dumps(about | {"reads": rows, "checkpoint_before": before and str(before)}))
         return
     named = f"document {number} of {dataset.prefix}, {many(end - begin, 'token')},"
@@ -105,13 +122,13 @@ def _document(ledger: "Ledger", name: str, as_json: bool) -> None:
 
 
 def _verify(ledger: "Ledger", step: int | None) -> int:
-    """Compute the sums again; CorruptedError names the steps whose sum differs."""
+    """Compute the sums again; ConfigError names the steps whose sum differs."""
     checked = list(ledger.verify(step))
     wrong = [row for row in checked if row.recorded not in (None, row.computed)]
     unknown = sum(row.recorded is None for row in checked)
     if wrong:
         steps = terminal.ranges(row.step for row in wrong)
-        raise CorruptedError(f"{many(len(wrong), 'step')} read other tokens than the datasets have now: {steps}")
+        raise ConfigError(f"{many(len(wrong), 'step')} read other tokens than the datasets have now: {steps}")
     say(f"{many(len(checked) - unknown, 'step')} read the tokens that the datasets have")
     if unknown:
         say(f"{many(unknown, 'step')} recorded no sum")
@@ -148,6 +165,8 @@ def parser() -> Parser:
     add("--step", type=whole(1), metavar="N", help="show the documents that step N read")
     text = "show the steps that read document D of the dataset PREFIX, numbered from 0, and the newest checkpoint before them"
     add("--document", type=paths.option, metavar="[PREFIX:]D", help=text)
+    text = "the same for the document with the text of FILE; needs hpclm data index PREFIX"
+    add("--text", type=paths.option_path, metavar="FILE", help=text)
     text = "read the samples of all steps, or of --step, again, and compare their hash with the one in metrics.jsonl"
     add("--verify", action="store_true", help=text)
     options.add_json("print JSON, one object per line")

@@ -10,6 +10,7 @@ import json
 import logging
 import mmap
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from hpclm.base.files import aside, fingerprint, locked, read_text, reader, swee
 from hpclm.data.scan import SharedFacts
 
 FORMAT = 1  # version of entries, and of the way to build indices
+NOTABLE = 1.0  # seconds to make an index, above which the log says so
 Arrays = dict[str, NDArray[Any]]
 
 log = logging.getLogger(__name__)
@@ -33,30 +35,44 @@ def kept(folder: Path, key: dict[str, Any], build: Callable[[], Arrays], facts: 
     If the folder cannot be written, a warning is logged and the arrays stay in memory. Entries that another process of the node has
     verified, according to ``facts``, are only mapped.
     """
-    about = {"format": FORMAT, **key}
-    entry = folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
+    entry, about = _entry(folder, key)
     name = f"index {entry}"
     verified = facts.values if facts else {}
     if name in verified:
         with suppress(OSError, ValueError, EOFError):  # removed since
             return _mapped(entry, verified[name])
-    stored = built = None
+    loaded = built = None
     try:
-        stored = _load(entry, about)
-        if stored is None:
+        loaded = _load(entry, about)
+        if loaded is None:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(entry.with_suffix(".lock"), "another process is building the index; waiting for it"):
-                stored = _load(entry, about)  # built while this process waited
-                if stored is None:
+                loaded = _load(entry, about)  # built while this process waited
+                if loaded is None:
                     sweep(entry)
+                    began = time.perf_counter()
                     built = build()
+                    seconds = time.perf_counter() - began
+                    if seconds > NOTABLE:
+                        log.info("made an index in %.1f s; it is kept in %s", seconds, folder)
                     _save(built, entry, about)
-                    stored = _load(entry, about)
+                    loaded = _load(entry, about)
     except OSError as error:
         log.warning("the index cannot be kept in %s (%s); it is rebuilt at every start", folder, error.strerror)
-    if stored:
-        verified[name] = list(stored)
-    return stored or built or build()
+    if loaded:
+        verified[name] = list(loaded)
+    return loaded or built or build()
+
+
+def stored(folder: Path, key: dict[str, Any]) -> Arrays | None:
+    """The arrays for ``key`` in the cache; None without them. OSError if they cannot be read."""
+    return _load(*_entry(folder, key))
+
+
+def _entry(folder: Path, key: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The folder of an entry, and its full key."""
+    about = {"format": FORMAT, **key}
+    return folder / hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest(), about
 
 
 def _load(entry: Path, about: dict[str, Any]) -> Arrays | None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hpclm.data.indexed import IndexedDataset
 
-SCANNED = 1 << 20  # numbers compared at a time, to stay in the processor's cache
+SCANNED = 1 << 17  # numbers compared at a time, to stay in the processor's cache
 
 
 class Piece(NamedTuple):

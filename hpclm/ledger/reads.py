@@ -1,23 +1,34 @@
 """What the steps of a run have read: samples, and documents of datasets; and which steps have read a document."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpclm.base import files
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.config import RunConfig, compose
+from hpclm.config.data import DataConfig
 from hpclm.config.plan import Rampup
+from hpclm.data import tokenizer_folder
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.pieces import Piece, Traceable, sample_hash
+from hpclm.data.scan import SharedFacts
 from hpclm.data.sources import Samples, build_source
 from hpclm.ledger.history import Span, StepCounter, spans
+from hpclm.preprocess import document_index
 from hpclm.rundir import metrics_file
 
+FACTS = "ledger.json"
+"""A file of the run: facts about the files of its datasets, which would take a second to find out. It may be deleted."""
+OF_SETTINGS = ("tokenizer", "fingerprint")  # facts that depend on settings
 HEX = 16  # digits of a sum of hashes
 
 
@@ -83,8 +94,12 @@ class Ledger:
         config = self.config(span)
         key = repr((config.data, config.model.context, config.seed, span.planned, span.without))
         if key not in self._samples:
-            source = build_source(config.data, config.model, config.seed)
+            known = _known_facts(self.out)
+            facts = SharedFacts(known)
+            source = build_source(config.data, config.model, config.seed, facts)
             self._samples[key] = source.samples("train", span.planned)
+            if facts.values.keys() > known.keys():
+                _keep_facts(self.out, facts.values)
         return self._samples[key]
 
     def traced(self, span: Span) -> Traceable:
@@ -112,9 +127,14 @@ class Ledger:
             for piece in samples.pieces(number % len(samples)):
                 yield from _divided(number, samples.datasets[piece.dataset], piece)
 
+    @cached_property
+    def datasets(self) -> dict[str, IndexedDataset]:
+        """The datasets that the run has read, by prefix; ConfigError if they are not on disk."""
+        return {str(dataset.prefix): dataset for span in self.spans for dataset in self.traced(span).datasets}
+
     def dataset(self, name: str | None) -> IndexedDataset:
         """The dataset with this prefix or last component of it; None: the only one. ConfigError otherwise."""
-        every = {str(dataset.prefix): dataset for span in self.spans for dataset in self.traced(span).datasets}
+        every = self.datasets
         match = [dataset for prefix, dataset in every.items() if name in (None, prefix, dataset.prefix.name)]
         if name is not None and not match:
             match = [dataset for dataset in every.values() if dataset.prefix == Path(name).absolute()]
@@ -147,6 +167,21 @@ class Ledger:
             if len(steps):
                 reads.append(DocumentReads(span, steps, often))
         return reads
+
+    def with_text(self, path: Path) -> list[tuple[IndexedDataset, int]]:
+        """The documents with the text of the file ``path``, with or without the end of its last line; ConfigError without one."""
+        try:
+            text = files.read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        found = []
+        for dataset in self.datasets.values():
+            tokenizer = tokenizer_folder.of_data(DataConfig(prefix=str(dataset.prefix))).build()
+            encoded = [tokenizer.encode(one) for one in {text, text.removesuffix("\n")}]
+            found += [(dataset, number) for number in document_index.find(dataset, encoded)]
+        if not found:
+            raise ConfigError(f"no document of {', '.join(self.datasets)} has the text of {path}")
+        return found
 
     def checkpoint_before(self, step: int) -> Path | None:
         """The newest checkpoint of the steps before ``step``; None without one."""
@@ -183,6 +218,20 @@ class Ledger:
             samples.read(number % len(samples), row)
             total += sample_hash(row.astype(np.int64))
         return f"{total % 2**64:0{HEX}x}"
+
+
+def _known_facts(out: Path) -> dict[str, Any]:
+    """What an earlier call found out about the files of the datasets."""
+    with suppress(OSError, ValueError):
+        facts = json.loads(files.read_text(out / FACTS))
+        return facts if isinstance(facts, dict) else {}
+    return {}
+
+
+def _keep_facts(out: Path, facts: Mapping[str, Any]) -> None:
+    """Keep facts for the next call: those whose names have the sizes and dates of the files."""
+    with suppress(OSError):  # another user's run
+        files.write_text(out / FACTS, json.dumps({name: facts[name] for name in facts if name not in OF_SETTINGS}))
 
 
 def _readers(samples: Traceable, prefix: Path, begin: int, end: int) -> NDArray[np.int64]:

@@ -64,6 +64,8 @@ class Launcher:
         except KeyboardInterrupt:
             process.wait()
             return ExitCode.INTERRUPTED
+        finally:
+            self._pids.remove(process.pid)
         forwarded = {self.forward.signals.get(number, number) for number in self.forward.received}
         if -code in forwarded or code - 128 in forwarded:
             return ExitCode.REQUEUE

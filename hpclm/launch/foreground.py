@@ -56,20 +56,34 @@ class Foreground:
 
         ``signals``: signal -> the signal to send in its place. A second Ctrl-C, or the death of this process, ends it at once.
         """
-        env = {**env, **self.outcome.variables}
 
         def start() -> int:
             # mpirun or srun also ends when this child process is killed
             ends_with_this = partial(parent.end_with, os.getpid(), signal.SIGTERM)
-            return child.run(command, env, signals, start_new_session=True, preexec_fn=ends_with_this)
+            whole = {**env, **self.outcome.variables}
+            return child.run(command, whole, signals, start_new_session=True, preexec_fn=ends_with_this)
 
         return self.contained(start)
 
     def contained(self, work: Callable[[], int]) -> int:
-        """Run ``work`` in a child process; returns its exit code. If this process is killed, the child ends all its descendants.
+        """Run ``work`` in a child process, again for each phase of the data that needs another start of the ranks; returns the exit code.
 
-        The child receives the signals of this process. Its output is also logged, unless this process has a terminal.
+        If this process is killed, the child ends all its descendants. The child receives the signals of this process. Its output is
+        also logged, unless this process has a terminal.
         """
+        received = list[int]()
+        code = self._in_process(work, received)
+        while self.outcome.next_phase(code, received):
+            code = self._in_process(work, received)
+        return code
+
+    def _in_process(self, work: Callable[[], int], received: list[int]) -> int:
+        """``contained`` for one start. ``received``: notes the signals of this process."""
+
+        def forward(number: int, _: object) -> None:
+            received.append(number)
+            processes.send_signal(forked, number)
+
         with _copied_to(self.log) as streams:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -79,7 +93,7 @@ class Foreground:
                 for number, handle in streams.items():
                     os.dup2(handle, number)
                 os._exit(shell_code(self._in_child(this, work)))
-            with preemption.handling(lambda number, _: processes.send_signal(forked, number)):
+            with preemption.handling(forward):
                 code = os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])
         if code < 0:
             cause = f"the process that started the ranks was {processes.killed_by(-code)}"
@@ -97,6 +111,8 @@ class Foreground:
             code = work()
             processes.kill_children()
             code, why = self.outcome.settle(code)
+            if self.outcome.next_phase(code):
+                return code
             self.outcome.tell(code, why)
             return self._ended(code, why)
         except HpclmError as error:

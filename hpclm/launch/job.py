@@ -52,7 +52,12 @@ def main(argv: list[str]) -> int:
     if job.id:
         _say(f"start {job.restart + 1} of {replace(job, restart=0)}")
     outcome = Outcome(Path(settings.out), start_name(job), settings.job.template, job)
-    code, why = outcome.settle(_run(settings, words, outcome.variables))
+    launcher = child.Launcher({})
+    with preemption.handling(launcher.forward):
+        code, why = outcome.settle(_run(launcher, settings, words, outcome.variables))
+        while outcome.next_phase(code, launcher.forward.received):
+            _say("the ranks are started again for the next phase, in the same job")
+            code, why = outcome.settle(_run(launcher, settings, words, outcome.variables))
     if code == ExitCode.REQUEUE and not why:
         why = job.ending(settings.job.warn_seconds + EARLY)
     outcome.tell(code, why)
@@ -95,19 +100,17 @@ def settings_of(words: Sequence[str]) -> RunConfig:
     return settings
 
 
-def _run(settings: RunConfig, words: Sequence[str], variables: Mapping[str, str]) -> int:
+def _run(launcher: child.Launcher, settings: RunConfig, words: Sequence[str], variables: Mapping[str, str]) -> int:
     """Run the ranks to their end; returns the launcher's exit code. ``variables``: added to the ranks' environment."""
-    launcher = child.Launcher({})
-    with preemption.handling(launcher.forward):
-        start = ranks(settings, words)
-        launcher.forward.signals = start.signals
-        if launcher.forward.received:
-            _say("a signal came before the processes were started")
-            return ExitCode.REQUEUE
-        options: dict[str, Any] = {}
-        if start.command[0] != "srun":  # Slurm lets its steps save before it ends them
-            options["preexec_fn"] = partial(parent.end_with, os.getpid(), signal.SIGTERM)
-        return launcher.run(start.command, {**start.env, **variables}, **options)
+    start = ranks(settings, words)
+    launcher.forward.signals = start.signals
+    if launcher.forward.received:
+        _say("a signal came before the processes were started")
+        return ExitCode.REQUEUE
+    options: dict[str, Any] = {}
+    if start.command[0] != "srun":  # Slurm lets its steps save before it ends them
+        options["preexec_fn"] = partial(parent.end_with, os.getpid(), signal.SIGTERM)
+    return launcher.run(start.command, {**start.env, **variables}, **options)
 
 
 def allocation(settings: RunConfig, env: Mapping[str, str] = os.environ) -> tuple[int, int]:

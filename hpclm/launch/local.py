@@ -30,11 +30,10 @@ def run(launch: Launch) -> int:
     count = process_count(config, available)
     notes = [placement(config, count, available, threads.usable()), *unused(config.job, "local")]
     begun = foreground.begin(launch, "local", (1, count), notes)
-    env |= begun.outcome.variables
     env.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable() // count)))
 
     def start() -> int:
-        environment.replace(env)
+        environment.replace(env | begun.outcome.variables)
         from hpclm.launch import torchrun  # with PyTorch
 
         return torchrun.run_here(launch.program(), count, config.job.restarts)

@@ -1,12 +1,15 @@
 """Find out how the ranks of a launch ended: the cause and its exit code, for the process that started the ranks."""
 
+import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpclm.base.errors import ExitCode
 from hpclm.base.terminal import say
 from hpclm.distributed import ending, failure
+from hpclm.launch.phases import PhaseEnds
 from hpclm.node import ends
 from hpclm.node.job import OwnJob
 from hpclm.node.processes import memory_kills
@@ -24,9 +27,12 @@ class Outcome:
         self.out = out
         self.launcher = launcher
         self.job = job or OwnJob()
+        self._start = start
+        self._starts = 1
         self.folder = out.absolute() / "logs" / "errors" / start
         """The folder for the ranks' files."""
         self._memory_kills = memory_kills()
+        self._phases = PhaseEnds(out)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -62,6 +68,15 @@ class Outcome:
             ending.append_to_log(self.out, text)
             summary.failed_without_main(self.out)(text)
         return code, text
+
+    def next_phase(self, code: int, received: Sequence[int] = ()) -> bool:
+        """Whether to start the ranks again at once (``PhaseEnds.another``); for their next start, the folder is another one."""
+        if not self._phases.another(code, received):
+            return False
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._starts += 1
+        self.folder = self.folder.with_name(f"{self._start}-start-{self._starts}")
+        return True
 
     def tell(self, code: int, why: str) -> None:
         """Print how the launcher ended if ``code`` is not 0."""

@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpclm.base import folders, log
@@ -15,6 +16,7 @@ from hpclm.config.data import SOURCES
 from hpclm.distributed import bootstrap, network
 from hpclm.distributed import context as distributed
 from hpclm.distributed.bootstrap import World
+from hpclm.launch.phases import PhaseEnds
 from hpclm.launch.schedulers import current_job
 from hpclm.node import ends, failures, preemption, secrets, threads
 from hpclm.node.job import OwnJob
@@ -155,16 +157,25 @@ def in_this_process(settings: RunConfig, resume_step: int | None = None, quiet: 
     ``quiet``: print only warnings. Raises Interrupted after a signal, such as a notebook's, once the run has saved;
     HpclmError for any other failure.
     """
+    out = Path(settings.out)
+    phases = PhaseEnds(out)
+    ended = _one_start(settings, resume_step, quiet)
+    while phases.another(ended):
+        ended = _one_start(settings, None, quiet)
+    if ended == ExitCode.REQUEUE:
+        newest, _ = folder.survey_checkpoints(out / "checkpoints")
+        saved = f"saved at step {newest[0]}" if newest else "nothing was saved"
+        raise Interrupted(f"{out}: {saved}; {AGAIN}")
+
+
+def _one_start(settings: RunConfig, resume_step: int | None, quiet: bool) -> int:
+    """``start`` in the calling process, whose signal handlers are restored; returns the exit code."""
     before = {number: signal.getsignal(number) for number in preemption.WARNINGS}
     try:
         with log.restored():
-            ended = start(settings, alone=True, resume_step=resume_step, quiet=quiet)
+            return start(settings, alone=True, resume_step=resume_step, quiet=quiet)
     except KeyboardInterrupt:
         raise Interrupted(f"{settings.out}: {folder.unsaved(settings.out)}; {AGAIN}") from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-    if ended == ExitCode.REQUEUE:
-        newest, _ = folder.survey_checkpoints(f"{settings.out}/checkpoints")
-        saved = f"saved at step {newest[0]}" if newest else "nothing was saved"
-        raise Interrupted(f"{settings.out}: {saved}; {AGAIN}")

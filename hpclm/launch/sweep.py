@@ -26,6 +26,7 @@ from hpclm.launch.arguments import Variant
 from hpclm.launch.child import Forward
 from hpclm.launch.done import diverged, nothing_left
 from hpclm.launch.jobs import States, state
+from hpclm.launch.phases import PhaseEnds
 from hpclm.node import environment, failures, gpus, parent, preemption, processes, python, secrets, threads
 from hpclm.preprocess import command_line
 from hpclm.rundir import rows
@@ -157,12 +158,23 @@ def shares(
 class Child:
     """A run of a sweep that trains in a separate process."""
 
-    def __init__(self, run: RunConfig, name: str, words: Words, share: Mapping[str, str], output: IO[bytes], row: int):
-        """Start ``run``. Its output goes to ``output``, and ``row`` of the terminal shows its progress."""
-        self.name = name
+    def __init__(
+        self,
+        run: RunConfig,
+        number: int,
+        count: int,
+        words: Words,
+        share: Mapping[str, str],
+        output: IO[bytes],
+        row: int,
+    ):
+        """Start ``run``, the ``number``-th of ``count``. Its output goes to ``output``, and ``row`` of the terminal shows its progress."""
+        self.number = number
+        self.name = f"run {number} of {count}"
         self.output = output
         self.row = row
         self.out = Path(run.out)
+        self.phases = PhaseEnds(self.out)
         with send.claimed(run):  # LockedError if another process trains it
             command = python.command("hpclm", *words(self.out / "config.yaml"))
         self.process = subprocess.Popen(
@@ -254,7 +266,9 @@ def train_all(runs: Sequence[RunConfig], words: Words, shares: Sequence[Mapping[
                         continue
                     children.remove(child)
                     _tell(child.ended(shell_code(code)))
-                    if forward.received and code in (ExitCode.REQUEUE, *(-number for number in preemption.WARNINGS)):
+                    if child.phases.another(code, forward.received):
+                        left.appendleft(child.number)
+                    elif forward.received and code in (ExitCode.REQUEUE, *(-number for number in preemption.WARNINGS)):
                         stopped.append(child.out)
                     elif code:
                         per_run.codes.add(shell_code(code))
@@ -292,7 +306,7 @@ def _started(
         _tell(f"{title}: {ending}; not started again with the same settings ({again} does)")
         return None
     with (folder / f"{number}.log").open("wb") as output:
-        child = Child(run, f"run {number} of {len(runs)}", words, shares[row], output, row)
+        child = Child(run, number, len(runs), words, shares[row], output, row)
     if not sys.stderr.isatty():
         _tell(f"{title}: started; hpclm logs -f {files.typed(_short(Path(run.out)))} follows it")
     return child

@@ -58,6 +58,8 @@ class AttemptReport:
     """How it ended; empty while it may still run."""
     code: int | None = None
     """Its exit code, if it exited cleanly."""
+    interrupted: bool = False
+    """Whether it ended otherwise than as its settings say."""
 
     @property
     def begin(self) -> float:
@@ -140,13 +142,18 @@ def _attempt(
     marks = pairwise((queued, max(queued, begin), training, lost, finish))
     phases = [Phase(kind, *times) for kind, times in zip(KINDS, marks, strict=True)]
     taken = [phase for phase in phases if phase.begin < phase.end] or [Phase("starting", finish, finish)]
-    return AttemptReport(number, row, tuple(taken), first, last, saved, _ended(end, after), end.get("code"))
+    interrupted = end.get("code") != ExitCode.DONE and end.get("state") != events.PHASE
+    return AttemptReport(
+        number, row, tuple(taken), first, last, saved, _ended(end, after), end.get("code"), interrupted
+    )
 
 
 def _queued(row: Row, submitted: Mapping[str, float], before: AttemptReport | None) -> float | None:
     """The time at which an attempt was queued; None if no event shows that it was in a queue."""
     job = row.get("job_id")
     requeued = before is not None and job is not None and job == before.row.get("job_id")
+    if before and requeued and row.get("restart") is not None and row["restart"] == before.row.get("restart"):
+        return None  # started again inside the job
     if str(job) not in submitted and not requeued:
         return None
     times = [submitted.get(str(job), 0.0)]

@@ -150,7 +150,7 @@ def read_history(out: Path) -> History:
         kept.memory,
         tuple(row for row in kept.others if "tasks" in row),
         _if_readable(lambda: expert_history(metrics_file.stream_expert_tokens(out))),
-        events.last_end(happened).get("state") or "",
+        events.state_of(events.last_end(happened)),
         trunk_of(happened),
     )
 

@@ -140,9 +140,12 @@ def _more(status: State) -> Iterator[tuple[str, str]]:
 def _attempts(run: RunFacts) -> str:
     attempt = run.attempt
     text = str(len(run.attempts))
-    interrupted = sum(each.ended.get("code") == ExitCode.REQUEUE for each in run.attempts)
-    if interrupted:
-        text += f" ({interrupted} ended by a signal)"
+    phases = sum(each.ended.get("state") == events.PHASE for each in run.attempts)
+    interrupted = sum(each.ended.get("code") == ExitCode.REQUEUE for each in run.attempts) - phases
+    ends = {"at a phase": phases, "by a signal": interrupted}
+    counts = [f"{count} ended {how}" for how, count in ends.items() if count]
+    if counts:
+        text += f" ({', '.join(counts)})"
     text += f", the last from step {attempt.get('from_step')} on {attempt.get('host')}"
     launcher = attempt.get("launcher")
     if attempt.get("size") and launcher:

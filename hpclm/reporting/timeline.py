@@ -32,7 +32,7 @@ def summary(history: History) -> str:
     if not history.attempts:
         return ""
     said = [f"The run had {many(len(history.attempts), 'attempt')}."]
-    interrupted = sum(attempt.code != 0 for attempt in history.attempts[:-1])  # 0: done, stopped or at an exit_interval
+    interrupted = sum(attempt.interrupted for attempt in history.attempts[:-1])
     if interrupted:
         lost = sum(attempt.lost for attempt in history.attempts)
         times = {1: "once", 2: "twice"}.get(interrupted, f"{interrupted} times")

@@ -32,6 +32,8 @@ from hpclm.rundir.rows import Kind, Row, fits
 
 NAME = "events.jsonl"
 MAX_LINE_BYTES = 4096
+PHASE = "phase"
+"""State of an attempt that has saved because the next phase of the data needs another start of the ranks."""
 
 
 def is_job_id(value: Any) -> bool:
@@ -125,8 +127,8 @@ class AttemptEvents:
 
     @property
     def orderly(self) -> bool:
-        """Whether the attempt ended in order: done, or saved after a signal."""
-        return self.ended.get("state") in ("done", "stopped", "exited", "phase")
+        """Whether the attempt ended in order: done, or saved after a signal or before a phase."""
+        return self.ended.get("state") in ("done", "stopped", "exited", PHASE)
 
 
 def attempts(happened: Iterable[Row]) -> list[AttemptEvents]:
@@ -156,6 +158,12 @@ def last_end(happened: Iterable[Row]) -> Row:
             if not found or says_more or is_later(event, {**began, **found}):
                 found = event
     return found
+
+
+def state_of(end: Row) -> str:
+    """The state of a run whose last start ended with the event ``end``; empty if no rank has recorded it."""
+    state = end.get("state") or ""
+    return "exited" if state == PHASE else state
 
 
 def is_later(event: Row, other: Row) -> bool:

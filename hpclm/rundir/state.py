@@ -199,8 +199,9 @@ def _over(run: RunFacts, unseen: bool) -> tuple[str, str]:
     """
     text = _recorded(run)
     by = run.cancelled_by
-    if run.end.get("state"):
-        return run.end["state"], f"{text}; cancelled by {by}" if by else text
+    state = events.state_of(run.end)
+    if state:
+        return state, f"{text}; cancelled by {by}" if by else text
     if by:
         return "cancelled", f"cancelled by {by}; {text or KILLED}"
     if not run.end and unseen:
@@ -216,7 +217,7 @@ def _not_trained(run: RunFacts, unanswered: bool, job: Job | None) -> tuple[str,
     if run.cancelled_by or (job and job.name == "CANCELLED"):
         by = f" by {run.cancelled_by}" if run.cancelled_by else ""
         before = run.attempts[-1].ended if run.attempts else {}
-        state = before.get("state")
+        state = events.state_of(before)
         if state:
             return state, f"{before.get('ending')}; its last {start} was cancelled{by} before training started"
         return "cancelled", f"its {start} was cancelled{by} before training started"

@@ -20,9 +20,8 @@ from hpclm.rundir.lease import Lease
 from hpclm.rundir.rows import Row
 
 NAME = "summary.json"
-ENDED = ("done", "stopped", "exited", "phase", "failed")
-"""States of a run that has recorded its end; the other states are "starting" and "running". phase: the ranks start again for the next
-phase."""
+ENDED = ("done", "stopped", "exited", "failed", events.PHASE)
+"""States of a run that has recorded its end; the other states are "starting" and "running"."""
 KILLED = "ended without a message: killed, or its node failed"
 INTERVAL = 2.0  # seconds between writes
 CURVE = 16  # minimum points of the loss curve of a run with enough steps

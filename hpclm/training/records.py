@@ -56,13 +56,15 @@ def log_restart(out: Path, context: DistributedContext) -> str:
     end = events.last_end(recorded)
     ending = end.get("ending") or end.get("cause") or (KILLED if attempts else "")
     by_agent = ends.inside_the_job()
-    by_scheduler = job.restart and context.world.launcher != "local"
+    began = attempts[-1].began if attempts else {}
+    same_start = {**began, **job.row()} == began  # after a phase
+    by_scheduler = job.restart and context.world.launcher != "local" and not same_start
     if not by_agent and not by_scheduler:
         return ending
     if by_agent:
         ending = by_agent
     else:
-        hosts = events.whole(out, attempts[-1].began).get("hosts") if attempts else None
+        hosts = events.whole(out, began).get("hosts") if attempts else None
         why = [ending or "it ended before training started", *job.troubles(hosts or [])]
         ending = f"start {job.restart + 1} of job {job.id}; why the last one ended: {'; '.join(why)}"
     log.warning("%s", ending)

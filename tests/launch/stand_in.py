@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests import events
+
 STUBBORN = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 10, 12, 15)]; time.sleep(3600)"  # longer than a test waits
 SLEEP = [sys.executable, "-c", STUBBORN]
 
@@ -73,6 +75,21 @@ def rank(folder, *words):
         elif act == "meet":  # wait until so many ranks are ready, and so hear signals
             while len(list(folder.glob("ready-*"))) < int(value):
                 time.sleep(0.01)
+        elif act == "hear":  # wait for a signal
+            while not got:
+                time.sleep(0.01)
+        elif act == "phase":  # one of two ranks, which end so many starts as before a phase
+            with (folder / f"starts-{me}").open("a") as starts:
+                starts.write("1")
+            number = (folder / f"starts-{me}").stat().st_size
+            while sum(path.stat().st_size >= number for path in folder.glob("starts-*")) < 2:
+                time.sleep(0.01)
+            if number <= int(value):
+                if me == 0:
+                    events.note(folder, "ended", state="phase", code=85)
+                while len(events.of_kind(folder, "ended")) < number:  # mpirun ends all ranks with the first
+                    time.sleep(0.01)
+                sys.exit(85)
         elif act == "exit":
             sys.exit(int(value))
         elif act == "kill":

@@ -9,6 +9,7 @@ import pytest
 from hpclm import config
 from hpclm.base.errors import ConfigError
 from hpclm.launch import job
+from hpclm.rundir import events
 from tests.runs import lines
 
 SLURM = {
@@ -30,6 +31,11 @@ echo "$@" >> started
 env > environment
 BEGAN='{"kind": "began", "time": "", "job_id": "7", "restart"'
 [ -z "$TRAINED" ] || echo "$BEGAN: ${SLURM_RESTART_COUNT:-0}}" >> run/events.jsonl
+if [ $(wc -l < started) -le $PHASES ]; then
+    echo '{"kind": "ended", "time": "", "state": "phase", "code": 85}' >> run/events.jsonl
+    eval $AT_PHASE
+    exit 85
+fi
 [ -z "$ENDS" ] || { mkdir -p $HPCLM_ERRORS; cp $ENDS $HPCLM_ERRORS/; }
 exit $CODE
 """
@@ -51,7 +57,14 @@ def start(tmp_path, monkeypatch):
 
     def call(*words, number=0, **variables):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(number))
-        for name, value in {"TRAINED": "", "ENDS": "", "ON_VERSION": "", **variables}.items():
+        for name, value in {
+            "TRAINED": "",
+            "ENDS": "",
+            "ON_VERSION": "",
+            "PHASES": 0,
+            "AT_PHASE": "",
+            **variables,
+        }.items():
             monkeypatch.setenv(name, str(value))
         code = job.main(["debug", "engine.device=cpu", f"out={tmp_path}/run", *words])
         return code, len(lines(tmp_path / "requeued"))
@@ -132,6 +145,21 @@ def test_a_launcher_that_is_not_there_is_named(start):
 def test_a_signal_before_the_ranks_start_has_the_job_started_again(start, tmp_path):
     assert start("job.template=mpirun", CODE=0, ON_VERSION="kill -USR2 $PPID") == (85, 1)
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("template", ["srun", "torchrun", "mpirun"])
+def test_ranks_that_end_at_a_phase_are_started_again_in_the_same_job(template, start, tmp_path):
+    assert start(f"job.template={template}", CODE=0, TRAINED="yes", PHASES=2) == (0, 0)
+    assert len(lines(tmp_path / "started")) == 3
+    assert f"HPCLM_ERRORS={tmp_path}/run/logs/errors/7-0-start-3" in lines(tmp_path / "environment")
+    said = [event for event in events.read_events(tmp_path / "run") if event["kind"] == "ended"]
+    assert [event["state"] for event in said] == ["phase", "phase"]
+
+
+@pytest.mark.parametrize("phases, signal, starts", [(1, "", 2), (3, "kill -USR2 $PPID; sleep 0.2", 1)])
+def test_after_a_phase_a_signal_or_another_end_has_the_job_requeued(phases, signal, starts, start, tmp_path):
+    assert start(CODE=85, TRAINED="yes", PHASES=phases, AT_PHASE=signal) == (85, 1)
+    assert len(lines(tmp_path / "started")) == starts
 
 
 def test_ranks_are_as_many_as_the_job_has_tasks_and_get_its_variables_whatever_the_file_says(start, tmp_path):

@@ -50,6 +50,24 @@ def test_the_time_between_attempts_that_no_queue_started_is_not_time_in_a_queue(
     ]
 
 
+def test_an_attempt_that_ended_before_a_phase_was_not_interrupted_and_the_next_one_not_queued(tmp_path):
+    out = made.preempted(tmp_path / "run")
+    restarts = iter([0, 0, 1, 0])
+
+    def change(event):
+        if event["kind"] == "began":
+            return event | {"restart": next(restarts), "after": ""}
+        return event | {"state": "phase", "ending": "ended at phase 2"} if event.get("state") == "exited" else event
+
+    rewrite(out, change)
+    found = history.read_history(out)
+    assert "4 attempts. It was interrupted twice" in summary(found) and found.attempts[0].ended == "ended at phase 2"
+    assert [round(attempt.seconds("queued")) for attempt in found.attempts] == [60, 0, 63, 20]
+    rewrite(out, lambda event: None if event["kind"] == "began" and event["from_step"] else event)
+    rewrite(out, lambda event: None if event.get("state") == "done" else event)
+    assert history.read_history(out).state == "exited"
+
+
 def test_a_run_that_has_not_ended_says_when_it_was_last_alive(tmp_path):
     out = made.preempted(tmp_path / "run")
     rewrite(out, lambda event: None if event.get("state") == "done" else event)

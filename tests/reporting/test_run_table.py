@@ -6,6 +6,7 @@ from hpclm.reporting import run_table
 from hpclm.rundir import events, runs
 from hpclm.rundir.state import state_of
 from tests.checkpoint import state
+from tests.events import note
 from tests.rundir.test_runs import make
 from tests.test_status import attempt, rows
 
@@ -22,6 +23,7 @@ def detail(out):
         (("done", "done at step 5", 0), "hpclm report {0}"),
         (("stopped", "stopped at step 5 (stop_at)", 0, True), "hpclm logs {0} · hpclm resume {0} stop_at=null"),
         (("exited", "SIGTERM: saved at step 5", 85), "hpclm logs {0} · hpclm resume {0}"),
+        (("phase", "ended at phase 2", 85), "hpclm logs {0} · hpclm resume {0}"),
         (("failed", "x is wrong", 1), "hpclm logs {0} · hpclm resume {0}"),
         (("failed", "the loss is not finite", 93), "hpclm logs {0} · the log ends with what to change"),
     ],
@@ -42,6 +44,10 @@ def test_everything_about_a_run_is_told_a_line_each(tmp_path):
     assert told["validation"] == "2.2500 at step 4" and told["ended"] == "SIGTERM: saved at step 5"
     begun = f"2 (1 ended by a signal), the last from step 2 on n1, 8 ranks by Slurm, {last['time']}, settings in config-history/0002.yaml"
     assert told["attempts"] == begun and told["logs"] == f"{out}/log.txt"
+    note(out, "began", **last)
+    note(out, "ended", state="phase", ending="ended at phase 2", code=85)
+    assert detail(out)["attempts"].startswith("3 (1 ended at a phase, 1 ended by a signal), the last from step 2")
+    assert detail(out)["state"] == "exited"
     assert told["rollback"] == "the next attempt resumes from step 3"
 
 

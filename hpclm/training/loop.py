@@ -225,9 +225,7 @@ class TrainingLoop:
             self.context.run_on_main(self._raise_failure_of_callback)
         next_phase = self.phase_ends(progress) and not state.leaving
         self._record_end(progress, over, requeue, next_phase)
-        if next_phase:
-            return ExitCode.REQUEUE
-        if not requeue:
+        if not (requeue or next_phase):
             if finished and self.run.notifier and self.context.is_main:
                 text = messages.ending(self.config, self.run.data.length, progress, "")
                 self.run.notifier.send("finished", text)

@@ -101,7 +101,7 @@ TODAY = {
         *("optim.name=muon", "optim.newton_schulz_type=fp32"),
     ],
     "xielu": [*STYLES["llama"], "model.activation=xielu", "model.mlp_bias=true", "model.logits_fp32=true"],
-    "frozen": ["model.freeze=[tokens.*, block0.*, 'block1.attention.*', norm.*]"],
+    "frozen": ["model.freeze=[tokens.*, block0.*, 'block1.attention.*', norm.*]", "optim.ema=0.8"],
 }
 """Shapes of 2025's models; fewer of them are combined."""
 NOT_REPORTED = ("counted_tokens", "empty_micro_batches", "loss", "grad_norm", "skipped", "guarded", "z_loss")

@@ -10,10 +10,14 @@ from tests import parity
 from tests.engine.test_freezing import ENGINES
 from tests.parity import trained
 
-STEPS = 3
+STEPS = 2
 DECAY = 0.7
 WORDS = ["batch.global_size=8", "batch.micro_size=2", "model.layers=2", f"optim.ema={DECAY}", "model.freeze=[norm.*]"]
-ALWAYS = ("native, sharded", "fsdp2", "fairscale", "pipelining", "deepspeed 2", "deepspeed 3")
+OFFLOADED = {
+    "deepspeed 2, offloaded": [*ENGINES["deepspeed 2"], "engine.offload=optimizer"],
+    "deepspeed 3, offloaded": [*ENGINES["deepspeed 3"], "engine.offload=parameters"],
+}
+ALWAYS = ("native, sharded", "fsdp2", "fairscale", "deepspeed 2", "deepspeed 3")
 
 
 def averages(found):
@@ -23,17 +27,13 @@ def averages(found):
     }
 
 
-def without(found):
-    """The result of a run, as if it had no average."""
-    return {**found, "tensors": {name: tensor for name, tensor in found["tensors"].items() if name[:4] != "ema."}}
-
-
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.whole)])
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.whole]) for name in ENGINES]
+    "engine",
+    [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.whole]) for name in (*ENGINES, *OFFLOADED)],
 )
 def test_the_average_is_that_of_the_formula_to_the_last_bit_and_so_is_its_evaluation(engine, precision):
-    words = [*WORDS, f"engine.precision={precision}", *ENGINES[engine]]
+    words = [*WORDS, f"engine.precision={precision}", *(ENGINES | OFFLOADED)[engine]]
     found = trained(2, *words, steps=0)
     average = averages(found)
     assert average and all(torch.equal(tensor, found["tensors"][name]) for name, tensor in average.items())
@@ -51,9 +51,9 @@ def test_the_average_is_that_of_the_formula_to_the_last_bit_and_so_is_its_evalua
     for name, tensor in straight["tensors"].items():
         assert torch.equal(tensor, found["tensors"][name]), name
     # as weights of another run, in the same layout
-    as_weights = {"tensors": {**without(found)["tensors"], **average}, "scalars": {"optimizer_steps": 0}}
-    as_weights["tensors"] = {name: x for name, x in as_weights["tensors"].items() if name[:6] == "model."}
-    assert found["averaged"] == trained(2, *words, steps=0, saved=as_weights)["evaluation"]
+    weights = {name: tensor for name, tensor in found["tensors"].items() if name[:6] == "model."} | average
+    imported = {"tensors": weights, "scalars": {"optimizer_steps": 0}}
+    assert found["averaged"] == trained(2, *words, steps=0, saved=imported)["evaluation"]
     assert found["averaged"] != found["evaluation"]
     elsewhere = trained(1, *WORDS, "engine.precision=fp32", steps=STEPS, first=STEPS, saved=found)
     for name, tensor in found["tensors"].items():
@@ -77,7 +77,7 @@ def test_a_skipped_step_leaves_the_average_unchanged(engine):
         assert torch.equal(tensor, begun["tensors"][name.replace("model.", "ema.", 1)]), name
 
 
-def test_an_average_begins_with_the_weights_and_can_be_dropped(caplog):
+def test_an_average_begins_with_the_weights_and_can_be_dropped():
     words = [*WORDS, "engine.precision=fp32"]
     plain = [word for word in words if "ema" not in word]
     begun = trained(1, *plain, steps=STEPS)

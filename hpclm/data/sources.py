@@ -12,6 +12,8 @@ from hpclm.base.errors import ConfigError
 from hpclm.base.registry import function_check, lookup
 from hpclm.config import DataConfig, ModelConfig
 from hpclm.config.data import SOURCES
+from hpclm.config.phases import Timeline
+from hpclm.config.plan import Length
 from hpclm.data.scan import SharedFacts
 
 CHECK = function_check("data", "context", "seed", "vocab_size")
@@ -104,6 +106,15 @@ def samples_per_epoch(source: Source) -> int:
     samples = source.per_epoch("train")
     if not samples:
         check_part(source, "train", None)
+    return samples
+
+
+def train_samples(source: Any, timeline: Timeline, length: Length, planned: int | None) -> Samples:
+    """The training samples of a run, from the position of ``timeline`` on. ``planned``: the samples that the order is built for."""
+    if timeline.run.data.order == "per_dataset":
+        samples: Samples = source.in_phases(timeline, length.samples)
+    else:
+        samples = source.samples("train", planned)
     return samples
 
 

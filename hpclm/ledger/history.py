@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.base.errors import ConfigError
-from hpclm.config.plan import Plan, Rampup
+from hpclm.config.plan import Plan, Position, Rampup, Reading
 from hpclm.rundir import events, metrics_file
 from hpclm.rundir.rows import Row
 
@@ -34,8 +34,20 @@ class Span:
     """Samples that the order was built for; None: one epoch."""
     config: str
     """The version of config.yaml."""
-    without: str | None
+    phases: tuple[Reading, ...] = ()
+    """The beginnings of the phases that had been read from before step ``first``."""
+    without: str | None = None
     """The version of data.without."""
+
+    @property
+    def key(self) -> tuple[Path, int]:
+        """Identifies the attempt."""
+        return self.out, self.attempt
+
+    @property
+    def position(self) -> Position:
+        """Where it begins."""
+        return Position(self.first - 1, self.samples, self.phases)
 
     def steps(self, undone: bool = True) -> range:
         """Its steps, with those that were ``undone`` or without."""
@@ -92,6 +104,7 @@ def _of_run(out: Path, happened: Sequence[Row], count: int | None = None, least:
             samples=began["samples"],
             planned=began.get("planned"),
             config=began["config"],
+            phases=tuple(Reading(**entry) for entry in began.get("phases") or ()),
             without=began.get("without"),
         )
 

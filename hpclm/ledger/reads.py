@@ -16,12 +16,14 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.config import RunConfig, compose
 from hpclm.config.data import DataConfig
-from hpclm.config.plan import Rampup
+from hpclm.config.length import run_length
+from hpclm.config.phases import Timeline
+from hpclm.config.plan import Length, Rampup
 from hpclm.data import tokenizer_folder
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.pieces import Piece, Traceable, sample_hash
 from hpclm.data.scan import SharedFacts
-from hpclm.data.sources import Samples, build_source
+from hpclm.data.sources import Samples, Source, build_source, train_samples
 from hpclm.ledger.history import Span, StepCounter, spans
 from hpclm.preprocess import document_index
 from hpclm.rundir import metrics_file
@@ -75,14 +77,24 @@ class Ledger:
         if not self.spans:
             raise ConfigError(f"{out} has not trained a step yet")
         self._configs: dict[tuple[Path, str], RunConfig] = {}
+        self._timelines: dict[Any, Timeline] = {}
+        self._sources: dict[str, Source] = {}
         self._samples: dict[Any, Samples] = {}
 
+    def timeline(self, span: Span) -> Timeline:
+        """The phases of the run by the settings of a span."""
+        if span.key not in self._timelines:
+            version = span.out, span.config
+            if version not in self._configs:
+                self._configs[version] = compose.of_run(span.out, [], span.config)
+            self._timelines[span.key] = Timeline(self._configs[version], span.position)
+        return self._timelines[span.key]
+
     def config(self, span: Span) -> RunConfig:
-        """The settings of a span."""
-        key = span.out, span.config
-        if key not in self._configs:
-            self._configs[key] = compose.of_run(span.out, [], span.config)
-        return self._configs[key]
+        """The settings of a span: those of its first phase, after which context and batch size do not change."""
+        timeline = self.timeline(span)
+        config: RunConfig = timeline.settings[timeline.phase(span.samples)]
+        return config
 
     def counter(self, span: Span) -> StepCounter:
         """Steps and samples of a span."""
@@ -91,15 +103,26 @@ class Ledger:
 
     def samples(self, span: Span) -> Samples:
         """The training samples of a span, in the order of the run; ConfigError if its datasets cannot be read."""
-        config = self.config(span)
-        key = repr((config.data, config.model.context, config.seed, span.planned, span.without))
+        if span.key in self._samples:
+            return self._samples[span.key]
+        timeline = self.timeline(span)
+        run: RunConfig = timeline.run
+        known = _known_facts(self.out)
+        facts = SharedFacts(known)
+        name = repr((run.data, self.config(span).model.context, run.seed, span.without))
+        if name not in self._sources:
+            self._sources[name] = build_source(run.data, self.config(span).model, run.seed, facts)
+        source = self._sources[name]
+        key: Any = name, span.planned
+        length = Length(None, None)
+        if run.data.order == "per_dataset":
+            length = run_length(run, source.per_epoch("train"), span.position)
+            key = name, repr(timeline.begins), length
         if key not in self._samples:
-            known = _known_facts(self.out)
-            facts = SharedFacts(known)
-            source = build_source(config.data, config.model, config.seed, facts)
-            self._samples[key] = source.samples("train", span.planned)
-            if facts.values.keys() > known.keys():
-                _keep_facts(self.out, facts.values)
+            self._samples[key] = train_samples(source, timeline, length, span.planned)
+        if facts.values.keys() > known.keys():
+            _keep_facts(self.out, facts.values)
+        self._samples[span.key] = self._samples[key]
         return self._samples[key]
 
     def traced(self, span: Span) -> Traceable:

@@ -3,7 +3,7 @@
 | kind | writer | facts |
 |---|---|---|
 | submitted | the process that submits a job or launches ranks | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
-| began | rank 0, when an attempt begins | from_step, samples, planned, steps, config, launcher, job_id, restart, host, pid, versions, ... |
+| began | rank 0, when an attempt begins | from_step, samples, planned, phases, steps, config, launcher, job_id, restart, host, pid, versions, ... |
 | ended | a rank | code, state, ending, step, over (nothing is left to do) |
 | ended | the process that started the ranks | code, cause, signal |
 | cancelled | hpclm cancel | by |
@@ -46,6 +46,11 @@ def is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def are_objects(value: Any) -> bool:
+    """Whether ``value`` is a list of objects."""
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
 FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("time", "kind", "host", "machine", "config", "more"), str),
     # submitted
@@ -63,6 +68,7 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("state", "ending", "cause", "by", "sink", "trunk"), str),
     **dict.fromkeys(("step", "code", "signal", "generation"), int),
     "over": is_bool,
+    "phases": are_objects,
     # preflight, corrupt
     "bad": list,
 }

@@ -277,6 +277,8 @@ def begin_attempt(
     begin = data.begin
     facts: dict[str, Any] = {"from_step": begin.step, "steps": data.length.steps, "micro_size": data.plan.micro_size}
     facts |= {"samples": begin.samples, "planned": begin.planned}  # on which the order of the samples depends
+    if begin.phases:
+        facts["phases"] = [asdict(reading) for reading in begin.phases]
     if back_to is not None:
         facts["back_to"] = back_to
     if directory.restarted:

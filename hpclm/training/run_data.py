@@ -17,7 +17,7 @@ from hpclm.config.plan import Length, Reading
 from hpclm.data import sources
 from hpclm.data.batches import Batches
 from hpclm.data.scan import SharedFacts
-from hpclm.data.sources import Samples, Source, samples_per_epoch, without_evaluation
+from hpclm.data.sources import Samples, Source, samples_per_epoch, train_samples, without_evaluation
 from hpclm.data.streams import PhasedSamples
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
@@ -62,7 +62,7 @@ class RunData:
             raise error
         length, begin = _planned(timeline, self.source, begin)
         if (begin.planned, begin.position) != (self.begin.planned, self.begin.position):
-            self.train.samples = _samples(self.source, timeline, length, begin)
+            self.train.samples = train_samples(self.source, timeline, length, begin.planned)
         return replace(self, length=length, begin=begin, timeline=timeline)
 
     @property
@@ -94,15 +94,6 @@ def _planned(timeline: Timeline, source: Source, begin: Progress) -> tuple[Lengt
     elif length.samples is None or length.samples > (begin.planned or 0):
         begin = replace(begin, planned=length.samples)
     return length, begin
-
-
-def _samples(source: Any, timeline: Timeline, length: Length, begin: Progress) -> Samples:
-    """The training samples of a run that begins at ``begin``."""
-    if timeline.run.data.order == "per_dataset":
-        samples: Samples = source.in_phases(timeline, length.samples)
-    else:
-        samples = source.samples("train", begin.planned)
-    return samples
 
 
 @contextmanager
@@ -172,7 +163,7 @@ def build_data(
     def batches(samples: Samples) -> Batches:
         return Batches(samples, plan, config.data, config.model, source.eod, compute)
 
-    train = batches(_samples(source, timeline, length, begin))
+    train = batches(train_samples(source, timeline, length, begin.planned))
     held_out: list[HeldOut] = []
     if config.evaluate.every:
         if not source.held_out:

@@ -83,7 +83,7 @@ def test_an_attempt_without_its_samples_is_refused(tmp_path):
 def test_steps_and_samples_are_those_of_the_plan(begin, steps, rampup, tmp_path_factory):
     ramp = Rampup(*rampup) if rampup else None
     plan = Plan(1, 16, 1, ramp)
-    counter = StepCounter(Span(None, 1, 5, 4 + steps, 99, begin, None, "", None), 16, ramp)
+    counter = StepCounter(Span(None, 1, 5, 4 + steps, 99, begin, None, ""), 16, ramp)
     consumed = begin
     for step in range(5, 5 + steps):
         size = plan.batch_size(consumed)

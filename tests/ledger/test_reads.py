@@ -120,3 +120,33 @@ def test_the_ledger_knows_what_every_step_has_read(tiny, tmp_path, capsys):
     kept = {(span.attempt, step) for span in ledger.spans for step in span.steps(undone=False) if step <= 20}
     assert trunk == {key: count for key, count in reads.items() if key[1:3] in kept}
     assert {step for *_, step, _ in own} == {*range(1, 26)}
+
+
+@pytest.mark.slow
+def test_the_ledger_follows_phases(tiny, tmp_path, capsys):
+    """Another mixture in phase 2, and another context in phase 3, for which the ranks start again."""
+    one, two = written(tmp_path / "one", 0), written(tmp_path / "two", DOCUMENTS)
+    phases = (
+        f"[{{from: 1500, data.train: [0.2,{one},0.8,{two}]}}, {{from: 3300, model.context: 8, data.train: [1,{two}]}}]"
+    )
+    more = [
+        *SHAPE,
+        "model.positions=rope",
+        "data.source=indexed",
+        "data.order=per_dataset",
+        f"data.train=[0.6,{one},0.4,{two}]",
+    ]
+    more += [f"data.phases={phases}", "batch={global_size: 12, micro_size: 1}", "checkpoint.every=4", "budget.steps=40"]
+    words, out = tiny("run", *more), tmp_path / "run"
+    launches = {}
+    for size, layout, ending, step in [
+        (1, "engine.name=native", "kill", 6),
+        (2, "engine.name=fsdp2", signal.SIGTERM, 11),
+        (2, "engine.name=native parallel.tensor=2", "end", 40),
+        (3, "engine.name=native", "end", 24),
+    ]:
+        launches[len(launches) + 1] = launched(tmp_path, out, [*words, *layout.split()], size, ending, step)
+    ledger, _ = checked(out, launches)
+    assert [ledger.config(span).model.context for span in ledger.spans] == [16, 16, 16, 8]
+    assert cli.main(["ledger", str(out), "--verify"]) == 0
+    assert "24 steps read the tokens that the datasets have" in capsys.readouterr().out

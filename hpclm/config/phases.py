@@ -131,6 +131,10 @@ class Timeline:
         """The beginning of each phase; ``sources`` is known for those that have been read. ConfigError if a phase should have begun
         before the position, and has not been read."""
         begins = list(self.position.read or (Reading(),))
+        if len(begins) > len(self.settings):
+            raise ConfigError(
+                f"data.phases has {len(self.settings) - 1} phases, but {len(begins) - 1} have been read, which must not change"
+            )
         here = self._here(begins[-1], len(begins) - 1)
         for phase in range(len(begins), len(self.settings)):
             wanted = self.run.data.phases[phase - 1]["from"]

@@ -2,6 +2,7 @@
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -175,7 +176,11 @@ class Corpus:
             context = timeline.settings[phase].model.context
             again = phase > 0 and self.settings.phases[phase - 1].get("again", False)
             stretches.append(stretch(split, streams, begin, count, context, again))
-        names = {stream.key: Path(prefix).name for prefix, stream in self._streams.items()}
+        short = Counter(Path(prefix).name for prefix in self._streams)
+        names = {
+            stream.key: Path(prefix).name if short[Path(prefix).name] == 1 else prefix
+            for prefix, stream in self._streams.items()
+        }
         return PhasedSamples(stretches, position.read[:first], names)
 
     def per_epoch(self, split: str) -> int:

@@ -163,6 +163,8 @@ class Stretch:
         counts = [count] if self.blend_index is None else blend.counts(self.blend_index, len(self.parts), count)
         states = dict(self.begin.sources or {})
         for part, number in zip(self.parts, counts, strict=True):
+            if not number:
+                continue
             tokens = number * self.context
             _, samples_before, tokens_before, _ = states.get(part.stream.key, (0, 0, 0, 0))
             state = [part.start + tokens, samples_before + number, tokens_before + tokens, self.context]

@@ -48,7 +48,7 @@ class Completer:
     @classmethod
     def of_run(cls, run: Path, overrides: list[str], checkpoint: Path | None = None, ema: bool = False) -> "Completer":
         """The model of a run's ``checkpoint``, by default the newest. ``ema``: with the average of the weights (optim.ema)."""
-        config = run_settings.inference_settings(run, overrides)
+        config = run_settings.inference_settings(run, overrides, checkpoint)
         text = run_text.of_run(run, config.data, config.model.vocab_size)
         compute = run_model.place(config)
         fingerprint = text.tokenizer.fingerprint

@@ -97,7 +97,7 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
     """
     from hpclm.inference import run_settings, task_names
 
-    config = run_settings.inference_settings(run, overrides)
+    run_settings.inference_settings(run, overrides)  # before imports that take seconds
     task_names.check_task_names(list(wanted.names), wanted.path)
 
     with extras.needed_for("evaluation on tasks"):
@@ -107,7 +107,7 @@ def follow(run: Path, overrides: list[str], wanted: TaskRequest, state_of: State
     log.setup(0, redact=secrets.Redactor())
     tasks = Tasks(list(wanted.names), wanted.path, wanted.samples, wanted.shots)
     with metrics_file.scoring(run):
-        return Follower(run, config, tasks, wanted.batch).until_the_end(state_of, job)
+        return Follower(run, overrides, tasks, wanted.batch).until_the_end(state_of, job)
 
 
 def on_part(run: Path, overrides: list[str], part: str, samples: int | None, ema: bool = False) -> Figures:

@@ -11,7 +11,7 @@ from hpclm.base.errors import ExitCode, HpclmError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import BadCheckpoint
 from hpclm.data import tokenizer_folder
-from hpclm.inference import run_model
+from hpclm.inference import run_model, run_settings
 from hpclm.inference.harness import Tasks
 from hpclm.node.job import OwnJob
 from hpclm.node.preemption import WARNINGS, Preemption
@@ -34,13 +34,14 @@ class FollowInterrupted(Exception):
 class Follower:
     """Scores the checkpoints of the run in ``out`` that scores.jsonl lacks. Only one process does so for a run: it holds scores.lock."""
 
-    def __init__(self, out: Path, config: run_model.TrainedModel, tasks: Tasks, batch: int):
-        """``config``: the run's settings for one process. ``batch``: number of texts read together."""
+    def __init__(self, out: Path, overrides: list[str], tasks: Tasks, batch: int):
+        """``overrides``: key=value, on top of the run's settings. ``batch``: number of texts read together."""
         self.out = out
-        self.config = config
+        self.overrides = overrides
+        self.config = run_settings.inference_settings(out, overrides)
         self.tasks = tasks
         self.batch = batch
-        self.text = run_text.of_run(out, config.data, config.model.vocab_size)
+        self.text = run_text.of_run(out, self.config.data, self.config.model.vocab_size)
         self.compute = run_model.place(self.config)
         self._scored = {row.get("checkpoint") for row in self._rows()}
 
@@ -99,8 +100,9 @@ class Follower:
         began = time.monotonic()
         try:
             manifest = directory.verified(folder)
+            config = run_settings.inference_settings(self.out, self.overrides, folder)
             model, progress = run_model.load_checkpoint(
-                folder, manifest, self.config, self.text.tokenizer.fingerprint, self.compute
+                folder, manifest, config, self.text.tokenizer.fingerprint, self.compute
             )
         except (BadCheckpoint, HpclmError) as error:  # deleted meanwhile, or damaged, which the run itself reports
             log.warning("%s is not scored: %s", folder.name, error)

@@ -4,19 +4,19 @@ seconds."""
 from dataclasses import replace
 from pathlib import Path
 
-from hpclm import config as configs
 from hpclm.base.errors import ConfigError, NoCheckpointError
 from hpclm.checkpoint import directory, manifest
+from hpclm.checkpoint.settings_at import settings_at
 from hpclm.config import EngineConfig, OptimConfig, ParallelConfig, RunConfig
 from hpclm.config.optimizers import OPTIMIZERS, row
 from hpclm.data import tokenizer_folder
 from hpclm.rundir import config_history
 
 
-def inference_settings(run: Path, overrides: list[str]) -> RunConfig:
-    """The settings of the run in ``run``, with key=value overrides, for a single process."""
+def inference_settings(run: Path, overrides: list[str], checkpoint: Path | None = None) -> RunConfig:
+    """The settings of the run in ``run`` at ``checkpoint``, or at its newest one, with key=value overrides, for a single process."""
     tokenizer_folder.refuse_second(run, overrides)
-    config = for_inference(configs.of_run(run, overrides))
+    config = for_inference(settings_at(run, overrides, checkpoint))
     size = config.batch.micro_size or config_history.micro_size(run) or 1  # no result depends on it
     return replace(config, batch=replace(config.batch, micro_size=size))
 
@@ -30,7 +30,10 @@ def for_inference(config: RunConfig) -> RunConfig:
         optim = OptimConfig()
     if optim.name not in OPTIMIZERS:
         optim = replace(optim, name=OptimConfig.name, arguments={})
-    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept), optim=optim)
+    data = config.data
+    if data.order == "per_dataset":  # which is of training data; held-out data are read in mcore's order
+        data = replace(data, order="mcore", phases=[], max_epochs=None)
+    return replace(config, parallel=ParallelConfig(), engine=EngineConfig(**kept), optim=optim, data=data)
 
 
 def check_saved(run: Path) -> None:

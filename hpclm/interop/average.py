@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hpclm import config as configs
 from hpclm.base.errors import ConfigError
 from hpclm.base.terminal import many
 from hpclm.checkpoint import directory
 from hpclm.checkpoint.manifest import Manifest
+from hpclm.checkpoint.settings_at import settings_at
 from hpclm.checkpoint.tensors import CheckpointTensors
 from hpclm.engine import Shard
 from hpclm.interop import run as runs
@@ -49,7 +49,7 @@ def averaged(run: Path, target: Path, last: int | None, steps: Sequence[int]) ->
     if missing or len(chosen) < (last or 2):
         wrong = f"no checkpoint of step {missing[0]}" if missing else f"only {many(len(there), 'checkpoint')}"
         raise ConfigError(f"{run} has {wrong}; its checkpoints: {', '.join(map(str, sorted(there))) or 'none'}")
-    config = configs.of_run(run, [])
+    config = settings_at(run, [], there[chosen[-1]])
     checkpoints = [directory.locate(there[step]) for step in chosen]
     runs.save_beside(run, target, config, MeanWeights(checkpoints))
     return f"{target}: the mean of the weights of steps {', '.join(map(str, chosen))}"

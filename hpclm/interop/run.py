@@ -18,6 +18,7 @@ from hpclm.base.errors import ConfigError, unwritten
 from hpclm.base.progress import Bar
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, directory
 from hpclm.checkpoint.manifest import Manifest
+from hpclm.checkpoint.settings_at import settings_at
 from hpclm.config import DataConfig, ModelConfig, RunConfig, reading
 from hpclm.config.fields import as_yaml
 from hpclm.config.settings import UnplacedWord
@@ -97,8 +98,8 @@ def find_checkpoint(path: Path, overrides: list[str], ema: bool = False) -> RunC
     """
     run = directory.run_of(path)
     tokenizer_folder.refuse_second(run, overrides)
-    config = configs.of_run(run, overrides)
     folder, saved_manifest = directory.locate(path)
+    config = settings_at(run, overrides, folder)
     if ema:
         saved_manifest = saved_manifest.averaged()
     return RunCheckpoint(run, folder, saved_manifest, config, ema)

@@ -51,8 +51,10 @@ class Meter:
         speed: "Speed",
         summary: RunSummary,
         experts: ExpertLoad | None = None,
+        read_of_datasets: Callable[[int], dict[str, int]] = lambda samples: {},
     ):
-        """``begin``: the progress that the run resumes from. ``total``: the run's last step, if known."""
+        """``begin``: the progress that the run resumes from. ``total``: the run's last step, if known. ``read_of_datasets``: see
+        RunData."""
         self.out = out
         self.every = config.every
         self.start = begin.step
@@ -67,6 +69,7 @@ class Meter:
         self._scores = metrics_file.NewScores(out)
         self._copied = set[Any]()  # keys of the scores that metrics.jsonl has
         self._experts = experts
+        self._read_of_datasets = read_of_datasets
         self._board = TensorBoard(out, begin) if config.tensorboard else None
         self._display = SidePath("the progress of the run cannot be shown")
         self._open = ExitStack()
@@ -133,6 +136,8 @@ class Meter:
             self._experts.step(expert_tokens)
             if step % self.every == 0 or step == self.total:
                 row |= self._experts.logged(row, last=step == self.total)
+        if step % self.every == 0 or step == self.total:
+            row |= self._read_of_datasets(row["samples"])
         self._write(row)
         self.summary.measured(row)
         self._warn(row)

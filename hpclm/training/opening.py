@@ -325,5 +325,5 @@ def open_meter(
     peak = hardware.peak_flops(compute.device, compute.dtype)
     speed = Speed(config.model, config.engine, peak and peak * context.size)
     experts = ExpertLoad(out, config.model, summary.is_mine) if config.model.experts.count else None
-    with Meter(out, config.log, data.begin, data.length.steps, speed, summary, experts) as meter:
+    with Meter(out, config.log, data.begin, data.length.steps, speed, summary, experts, data.read_of_datasets) as meter:
         yield meter

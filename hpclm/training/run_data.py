@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hpclm.base import metric_names
 from hpclm.base.errors import ConfigError, CorruptedError
 from hpclm.checkpoint import Progress
 from hpclm.checkpoint.fingerprint import differences
@@ -77,6 +78,17 @@ class RunData:
         data.order=per_dataset."""
         train = self.train.samples
         return train.begun(samples) if isinstance(train, PhasedSamples) else ()
+
+    def read_of_datasets(self, samples: int) -> dict[str, int]:
+        """The phase of the sample before ``samples``, and the samples and tokens read of each dataset so far, as fields of metrics.jsonl;
+        empty unless data.order=per_dataset."""
+        train = self.train.samples
+        if not isinstance(train, PhasedSamples):
+            return {}
+        fields = {"phase": self.timeline.phase(samples - 1)}
+        for name, (_, count, tokens, _) in train.states(samples).items():
+            fields |= {f"{metric_names.SAMPLES_OF}{name}": count, f"{metric_names.TOKENS_OF}{name}": tokens}
+        return fields
 
     def samples_per_save(self, epochs: float | None) -> float:
         """Samples between two saves. ``epochs``: checkpoint.epochs; infinity for None."""

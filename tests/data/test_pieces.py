@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from hpclm.config import DataConfig
+from hpclm.config import DataConfig, ModelConfig, RunConfig
+from hpclm.config.phases import Timeline
 from hpclm.data import pieces
 from hpclm.data.corpus import corpus
 from hpclm.data.pieces import Traceable
@@ -24,6 +25,8 @@ KINDS = {
     "blocks": (dict(break_mode="none"), 20),
     "blend": (dict(split="1"), 40),
     "exhaustive": (dict(split="1"), 10),
+    "streams": (dict(order="per_dataset"), 40),
+    "one stream": (dict(order="per_dataset"), 40),
 }
 
 
@@ -47,9 +50,18 @@ def test_pieces_are_the_tokens_of_each_row_and_find_is_their_inverse(kind, tmp_p
         where = {"blend": ["0.3", one, "0.7", written(tmp_path / "two", 100)]}
     elif kind == "exhaustive":
         where = {"blend": [one, written(tmp_path / "two", 100)]}
-    settings = DataConfig(**{"split": "1", **data, **where})
+    elif kind == "streams":
+        where = {"train": ["0.3", one, "0.7", written(tmp_path / "two", 100)]}
+    elif kind == "one stream":
+        where = {"train": [one]}
+    settings = DataConfig(**{"split": "1" if "train" not in where else DataConfig.split, **data, **where})
     context = 40 if "line" in kind else 8  # lines stay whole
-    samples = corpus(settings, context, 1, 1000).samples("train", requested)
+    source = corpus(settings, context, 1, 1000)
+    if "train" in where:
+        run = RunConfig(data=settings, model=ModelConfig(context=context, vocab_size=1000, positions="rope"))
+        samples = source.in_phases(Timeline(run), requested)
+    else:
+        samples = source.samples("train", requested)
     assert isinstance(samples, Traceable)
     width = context + 1
     reads = {}

@@ -1,0 +1,139 @@
+"""Runs with phases: what is added later is what was known from the start, and what has been read cannot change."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from hpclm.preprocess.writer import Writer
+from tests.forks import Ranks, hpclm
+
+RUN = [
+    *(
+        "debug",
+        "model.layers=1",
+        "model.hidden=16",
+        "model.attention.heads=2",
+        "model.context=16",
+        "model.positions=rope",
+    ),
+    *("model.vocab_size=257", "cluster.preflight=false", "engine.device=cpu", "log.every=1", "optim.schedule=constant"),
+    *("batch.global_size=4", "batch.micro_size=1", "checkpoint.every=3", "evaluate.every=6", "evaluate.batches=1"),
+    *(
+        "data.source=indexed",
+        "data.order=per_dataset",
+        "optim.warmup=0",
+        "optim.lr=1e-2",
+        "optim.min_lr=1e-3",
+        "budget.steps=18",
+    ),
+]
+PHASES = [
+    "{from: 256, data.train: [1, a, 1, b]}",  # after step 4
+    "{from: 512, model.context: 32, model.rope.base: 50000, batch.global_size: 2, again: true}",  # after step 8
+    "{from: 700, optim.schedule: linear, optim.schedule_length: 4, optim.z_loss: 1e-4, data.train: [c]}",  # after step 11
+]
+
+
+def phases(*entries):
+    return f"data.phases=[{', '.join(entries)}]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Datasets a, b and c, and the run ``known``, which has all phases from the start."""
+    folder = tmp_path_factory.mktemp("phases")
+    draw = np.random.default_rng(1)
+    for name in "abc":
+        with Writer(folder / name, "u2") as writer:
+            writer.note = {"tokenizer": {"kind": "bytes", "size": 257, "eod": 256, "files": {}}}
+            for size in draw.integers(3, 60, 12):
+                writer.add_document(np.append(draw.integers(0, 256, size), 256))
+    assert train(folder, "known", phases(*PHASES)) == [85, 85, 0]
+    return folder
+
+
+def train(folder, name, *words, train="data.train=[a]"):
+    """Start a run until it ends with another code than 85; returns the exit codes."""
+    codes = []
+    while not codes or codes[-1] == 85 and len(codes) < 6:
+        ended = hpclm("train", *RUN, train, "data.valid=[c]", f"out={name}", *words, cwd=folder)
+        codes.append(ended.returncode)
+        assert ended.returncode in (0, 85), ended.stderr
+    return codes
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return {row["step"]: row["loss"] for row in rows(run) if "loss" in row}
+
+
+def test_each_phase_has_its_rates_batches_and_datasets(folder):
+    steps = {row["step"]: row for row in rows(folder / "known") if "loss" in row}
+    assert sorted(steps) == [*range(1, 19)]
+    assert [steps[step]["phase"] for step in (1, 4, 5, 8, 9, 11, 12, 18)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [steps[step]["batch_size"] for step in (8, 9, 18)] == [4, 2, 2]
+    rates = [steps[step]["lr"] for step in (8, 11, 12, 14, 16, 18)]
+    assert rates == pytest.approx([1e-2, 1e-2, 1e-2, 5.5e-3, 1e-3, 1e-3])
+    read = {name: [steps[step].get(f"tokens_of/{name}", 0) for step in (4, 8, 11, 18)] for name in "abc"}
+    assert read == {"a": [256, 384, 480, 480], "b": [0, 128, 224, 224], "c": [0, 0, 0, 448]}
+    assert "z_loss" in steps[12] and "z_loss" not in steps[11]
+
+
+def test_phases_that_are_added_later_are_those_that_were_known_from_the_start(folder):
+    assert train(folder, "later", "stop_at=3") == [0]
+    assert train(folder, "later", "stop_at=7", phases(PHASES[0])) == [0]
+    assert train(folder, "later", phases(*PHASES)) == [85, 85, 0]
+    assert losses(folder / "later") == losses(folder / "known")
+    log = (folder / "later/log.txt").read_text()
+    assert re.search(r"settings have changed since the last attempt: .*data\.phases=\[.*\] \(was \[\]\)", log)
+
+
+def test_a_phase_that_has_been_read_cannot_change(folder):
+    shutil.copytree(folder / "known", folder / "changed")
+    ended = hpclm("train", "changed", phases(PHASES[0], PHASES[1].replace("50000", "60000"), PHASES[2]), cwd=folder)
+    assert ended.returncode == 64
+    said = re.search(r"data\.phases\[1\] has been read: it was (.*) and is now (.*)", ended.stderr)
+    assert "model.rope.base: 50000" in said[1] and "model.rope.base: 60000" in said[2]
+    ended = hpclm("train", "changed", phases(PHASES[0]), cwd=folder)
+    assert ended.returncode == 64 and "data.phases has 1 phases, but 3 have been read" in ended.stderr
+
+
+def test_two_processes_and_stops_read_the_same(folder):
+    words = [*RUN, "data.train=[a]", "data.valid=[c]", "out=ranks", phases(*PHASES)]
+    codes = []
+    for stop in (2, 4, 10, 10, 12, 12, 18):
+        ranks = Ranks(2, [*words, f"stop_at={stop}"], cwd=folder)
+        codes.append({process.wait() for process in ranks.processes.values()})
+    assert codes == [{0}, {0}, {85}, {0}, {85}, {0}, {0}]
+    assert losses(folder / "ranks") == pytest.approx(losses(folder / "known"), abs=2e-6)
+
+
+def test_a_model_is_used_with_the_settings_of_its_phase(folder):
+    shown = hpclm("evaluate", "known", "--json", cwd=folder, check=0).stdout
+    assert json.loads(shown)["step"] == 18
+    hpclm("convert", "known", "exported", cwd=folder, check=0)
+    exported = json.loads((folder / "exported/config.json").read_text())
+    assert exported["max_position_embeddings"] == 32
+    hpclm("average", "known", "mean", "--last", "2", cwd=folder, check=0)
+    text = (folder / "mean/config.yaml").read_text()
+    assert "context: 32" in text and "phases: []" in text
+
+
+def test_a_bad_checkpoint_that_leaves_one_of_an_earlier_phase_starts_the_ranks_again(folder):
+    assert train(folder, "bad", "stop_at=9", phases(*PHASES)) == [85, 0]
+    newest = folder / "bad/checkpoints/step-00000009"
+    assert newest.is_dir()
+    [shard] = newest.glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    shutil.rmtree(folder / "bad/checkpoints/step-00000008")  # saved where the phase begins
+    assert train(folder, "bad", phases(*PHASES)) == [85, 85, 85, 0]
+    assert losses(folder / "bad") == losses(folder / "known")
+    assert "is in an earlier phase, with other settings; start again" in (folder / "bad/log.txt").read_text()

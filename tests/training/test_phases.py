@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 def train(folder, name, *words, train="data.train=[a]"):
     """Start a run until it ends with another code than 85; returns the exit codes."""
     codes = []
-    while not codes or codes[-1] == 85 and len(codes) < 6:
+    while not codes or (codes[-1] == 85 and len(codes) < 6):
         ended = hpclm("train", *RUN, train, "data.valid=[c]", f"out={name}", *words, cwd=folder)
         codes.append(ended.returncode)
         assert ended.returncode in (0, 85), ended.stderr

@@ -20,7 +20,7 @@ def settings_at(run: Path, overrides: Sequence[str], checkpoint: Path | None = N
         return config
     phase = 0
     for folder in [checkpoint] if checkpoint else reversed(directory.steps(run / "checkpoints")):
-        with suppress(BadCheckpoint, OSError):  # the caller says what is wrong with it
+        with suppress(BadCheckpoint, OSError):  # the caller reports it
             phase = max(0, len(manifest.read_manifest(folder).progress.get("phases", ())) - 1)
             break
     return compose.changed(in_phase(compose.of_run(run, []), phase), overrides)

@@ -1,5 +1,6 @@
 """The record of a run: its settings, and for every attempt its command, versions and git revision."""
 
+import getpass
 import logging
 import os
 import platform
@@ -116,6 +117,7 @@ def start(
         **context.job.row(),
         "began": round(context.world.began, 3),
         "command": _command(),
+        "by": _user(),
         "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "machine": files.here(),
@@ -131,6 +133,14 @@ def start(
         log_changes(out, last.began, line, facts["from_step"])
     events.append(out, "began", **line)
     return events.attempts(events.read_events(out))
+
+
+def _user() -> str:
+    """The name of the user; the number, if it has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.geteuid())
 
 
 def absolute(data: config.DataConfig) -> config.DataConfig:
@@ -150,6 +160,10 @@ def absolute(data: config.DataConfig) -> config.DataConfig:
         prefix=data.prefix and whole(data.prefix),
         blend=listed(data.blend),
         train=listed(data.train),
+        phases=[
+            {**phase, "data.train": listed(phase["data.train"])} if "data.train" in phase else phase
+            for phase in data.phases
+        ],
         valid=listed(data.valid),
         test=listed(data.test),
         validation=[f"{name}={whole(path)}" for name, _, path in (entry.partition("=") for entry in data.validation)],

@@ -368,7 +368,7 @@ ELSEWHERE = {
     "data.source": "tests/test_layouts.py",
     "data.workers": "tests/data/test_corpus.py",
     "data.phases": "tests/training/test_phases.py",
-    "data.max_epochs": "tests/training/test_phases.py",
+    "data.max_epochs": "tests/data/test_streams.py",
     "budget.hours": "tests/test_train.py",
     "optim.ema": "tests/test_weight_average.py",
     "optim.nonfinite_limit": "tests/test_spikes.py",

@@ -91,6 +91,7 @@ def test_phases_that_are_added_later_are_those_that_were_known_from_the_start(fo
     assert train(folder, "later", phases(*PHASES)) == [85, 85, 0]
     assert losses(folder / "later") == losses(folder / "known")
     log = (folder / "later/log.txt").read_text()
+    assert str(folder / "b") in (folder / "later/config.yaml").read_text().split("phases:")[1]
     assert re.search(r"settings have changed since the last attempt: .*data\.phases=\[.*\] \(was \[\]\)", log)
 
 
@@ -114,8 +115,8 @@ def test_two_processes_and_stops_read_the_same(folder):
     assert losses(folder / "ranks") == pytest.approx(losses(folder / "known"), abs=2e-6)
 
 
-def test_a_model_is_used_with_the_settings_of_its_phase(folder):
-    shown = hpclm("evaluate", "known", "--json", cwd=folder, check=0).stdout
+def test_a_model_is_used_with_the_settings_of_its_phase(folder, tmp_path):
+    shown = hpclm("evaluate", folder / "known", "--json", cwd=tmp_path, check=0).stdout
     assert json.loads(shown)["step"] == 18
     hpclm("convert", "known", "exported", cwd=folder, check=0)
     exported = json.loads((folder / "exported/config.json").read_text())

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import realpath
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from hpclm.base.errors import ConfigError
@@ -254,3 +255,32 @@ def named_mixtures(entries: list[str], setting: str) -> dict[str, Mixture]:
             raise ConfigError(f"{setting}: {entry!r} must be name=path, such as law=/data/law_text_document")
         paths.setdefault(name, []).append(prefix)
     return {name: Mixture(tuple(prefixes), None) for name, prefixes in paths.items()}
+
+
+def absolute(data: DataConfig) -> DataConfig:
+    """``data`` with absolute paths."""
+
+    def whole(path: str) -> str:
+        return str(Path(path).absolute())
+
+    def listed(entries: list[str]) -> list[str]:
+        if not entries:
+            return []
+        paths = set(mixture(entries, "data").prefixes)
+        return [whole(entry) if entry in paths else entry for entry in entries]
+
+    return replace(
+        data,
+        prefix=data.prefix and whole(data.prefix),
+        blend=listed(data.blend),
+        train=listed(data.train),
+        phases=[
+            {**phase, "data.train": listed(phase["data.train"])} if "data.train" in phase else phase
+            for phase in data.phases
+        ],
+        valid=listed(data.valid),
+        test=listed(data.test),
+        validation=[f"{name}={whole(path)}" for name, _, path in (entry.partition("=") for entry in data.validation)],
+        index_cache=data.index_cache and whole(data.index_cache),
+        tokenizer_files=[whole(file) for file in data.tokenizer_files],
+    )

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from hpclm.base import paths, shipped
 from hpclm.base.errors import ConfigError
-from hpclm.config import RunConfig
+from hpclm.config import RunConfig, data
 from hpclm.config.settings import is_override
 from hpclm.diagnostics import report
 from hpclm.preprocess import command_line
-from hpclm.training import records
 
 if TYPE_CHECKING:
     from hpclm.preprocess.text_dataset import NamedDataset
@@ -106,7 +105,7 @@ def whole(run: RunConfig) -> RunConfig:
     job = run.job
     job = replace(job, hostfile=job.hostfile and absolute(job.hostfile), venv=job.venv and absolute(job.venv))
     run = replace(run, kill_switch=run.kill_switch and absolute(run.kill_switch))
-    return replace(run, out=absolute(run.out), job=job, data=records.absolute(run.data))
+    return replace(run, out=absolute(run.out), job=job, data=data.absolute(run.data))
 
 
 def variants(words: Sequence[str]) -> list[Variant]:

@@ -10,11 +10,17 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.fingerprint import differences, fingerprint
+from hpclm.checkpoint.manifest import Manifest, Progress
 from hpclm.config import RunConfig
 from hpclm.config.checks import typed
+from hpclm.config.data import absolute
+from hpclm.config.phases import Timeline
 from hpclm.config.section import leaves
 from hpclm.interop.run import copy_tokenizer, fresh
 from hpclm.rundir import events
+
+FREE = ("phases", "max_epochs")
+"""Settings of data that may differ from the trunk's, except for phases that have been read."""
 
 
 def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -> int:
@@ -31,7 +37,8 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
     step = max(there) if step is None else step
     before = configs.of_run(trunk, [])
     config = configs.of_run(trunk, [*settings, f"name={target.name}", f"out={target}"])
-    fixed = [*_fixed(before, config)]
+    source, manifest = directory.locate(there[step])  # its hashes are verified
+    fixed = [*_fixed(before, config, manifest)]
     if fixed:
         raise ConfigError(
             [
@@ -40,7 +47,6 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
                 *fixed,
             ]
         )
-    source, manifest = directory.locate(there[step])  # its hashes are verified
     with fresh(target, mode=0o700) as staging:
         configs.dump(config, staging / "config.yaml")
         copy_tokenizer(trunk, staging)
@@ -53,15 +59,25 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
     return step
 
 
-def _fixed(before: RunConfig, now: RunConfig) -> Iterator[str]:
-    """The differences in settings that must not change: the checkpoint holds a state of these weights, and a position in these data."""
+def _fixed(before: RunConfig, now: RunConfig, manifest: Manifest) -> Iterator[str]:
+    """The differences in settings that must not change: the checkpoint holds a state of these weights, and a position in these data.
+
+    ConfigError if a phase of the branch should have begun before.
+    """
+    position = Progress.of(manifest.progress).position
+    _ = Timeline(now, position).begins
+    read = max(len(position.read) - 1, 0)
+    for number, phase in enumerate(before.data.phases[:read]):
+        changed = absolute(now.data).phases[number]
+        if changed != phase:
+            yield f"data.phases[{number}] has been read: it was {typed(phase)} and is now {typed(changed)}"
     one, other = (
         fingerprint(run.model, run.seed, optim=run.optim, micro_size=run.batch.micro_size) for run in (before, now)
     )
     yield from differences(one, other)
     old = dict(leaves(before.data))
     for key, value in leaves(now.data):
-        if value != old[key]:
+        if value != old[key] and key not in FREE:
             yield f"data.{key} was {typed(old[key])} and is now {typed(value)}"
 
 

@@ -19,7 +19,7 @@ from hpclm.base import files
 from hpclm.base.errors import ConfigError, DivergedError
 from hpclm.config import compose
 from hpclm.config.compose import dumped
-from hpclm.config.data import mixture
+from hpclm.config.data import absolute
 from hpclm.config.fields import path_separator
 from hpclm.distributed.context import DistributedContext
 from hpclm.node import ends, secrets
@@ -141,35 +141,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.geteuid())
-
-
-def absolute(data: config.DataConfig) -> config.DataConfig:
-    """``data`` with absolute paths."""
-
-    def whole(path: str) -> str:
-        return str(Path(path).absolute())
-
-    def listed(entries: list[str]) -> list[str]:
-        if not entries:
-            return []
-        paths = set(mixture(entries, "data").prefixes)
-        return [whole(entry) if entry in paths else entry for entry in entries]
-
-    return replace(
-        data,
-        prefix=data.prefix and whole(data.prefix),
-        blend=listed(data.blend),
-        train=listed(data.train),
-        phases=[
-            {**phase, "data.train": listed(phase["data.train"])} if "data.train" in phase else phase
-            for phase in data.phases
-        ],
-        valid=listed(data.valid),
-        test=listed(data.test),
-        validation=[f"{name}={whole(path)}" for name, _, path in (entry.partition("=") for entry in data.validation)],
-        index_cache=data.index_cache and whole(data.index_cache),
-        tokenizer_files=[whole(file) for file in data.tokenizer_files],
-    )
 
 
 def _command() -> str:

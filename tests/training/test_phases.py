@@ -20,6 +20,7 @@ RUN = [
         "model.positions=rope",
     ),
     *("model.vocab_size=257", "cluster.preflight=false", "engine.device=cpu", "log.every=1", "optim.schedule=constant"),
+    "checkpoint.keep_every=1",
     *("batch.global_size=4", "batch.micro_size=1", "checkpoint.every=3", "evaluate.every=6", "evaluate.batches=1"),
     *(
         "data.source=indexed",
@@ -103,6 +104,23 @@ def test_a_phase_that_has_been_read_cannot_change(folder):
     assert "model.rope.base: 50000" in said[1] and "model.rope.base: 60000" in said[2]
     ended = hpclm("train", "changed", phases(PHASES[0]), cwd=folder)
     assert ended.returncode == 64 and "data.phases has 1 phases, but 3 have been read" in ended.stderr
+
+
+def test_a_branch_has_other_phases_from_its_step_on(folder):
+    other = PHASES[0], "{from: 600, data.train: [b]}"
+    said = hpclm("branch", "known", "late", "--at", "9", phases(*other), cwd=folder, check=64).stderr
+    assert "data.phases[1] has been read: it was" in said
+    said = hpclm(
+        "branch", "known", "past", "--at", "6", phases(PHASES[0], "{from: 300, data.train: [b]}"), cwd=folder, check=64
+    ).stderr
+    assert "a phase from 300 tokens on cannot begin any more, because 384 tokens have been read" in said
+    hpclm("branch", "known", "branch", "--at", "6", phases(*other), cwd=folder, check=0)
+    hpclm("train", "branch", cwd=folder, check=0)
+    branched, trunk = losses(folder / "branch"), losses(folder / "known")
+    assert {step: branched[step] for step in (7, 8)} == {step: trunk[step] for step in (7, 8)}
+    last = rows(folder / "branch")[-2]
+    assert (last["step"], last["samples"], last["phase"]) == (18, 72, 2)
+    assert "settings have changed" not in (folder / "branch/log.txt").read_text()
 
 
 def test_two_processes_and_stops_read_the_same(folder):

@@ -7,6 +7,7 @@ import pytest
 
 from hpclm import config
 from hpclm.config import DataConfig
+from hpclm.config.data import absolute
 from hpclm.node.job import OwnJob
 from hpclm.training import records
 from tests.events import note
@@ -16,12 +17,12 @@ def test_paths_of_the_data_are_recorded_so_that_they_mean_the_same_from_any_fold
     monkeypatch.chdir(tmp_path)
     tokenizer = dict(tokenizer="json", tokenizer_files=["t"])
     data = DataConfig(blend=["0.3", "a", "0.7", "/b"], validation=["x=c"], index_cache="i", **tokenizer)
-    whole = records.absolute(data)
+    whole = absolute(data)
     assert whole.blend == ["0.3", f"{tmp_path}/a", "0.7", "/b"] and whole.validation == [f"x={tmp_path}/c"]
     assert (whole.prefix, whole.index_cache, whole.tokenizer_files) == (None, f"{tmp_path}/i", [f"{tmp_path}/t"])
-    split = records.absolute(DataConfig(train=["a"], valid=["2", "b"], test=["c"]))
+    split = absolute(DataConfig(train=["a"], valid=["2", "b"], test=["c"]))
     assert (split.train, split.valid, split.test) == ([f"{tmp_path}/a"], ["2", f"{tmp_path}/b"], [f"{tmp_path}/c"])
-    assert records.absolute(DataConfig(prefix="p")).prefix == f"{tmp_path}/p"
+    assert absolute(DataConfig(prefix="p")).prefix == f"{tmp_path}/p"
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,8 @@ def todays():
     for layout, style in itertools.product(LAYOUTS, TODAY):
         if layout.tensor > 2:
             continue  # two key/value heads
+        if style == "frozen" and layout.engine == "deepspeed" and layout.pipeline > 2:
+            continue  # refused: a stage trains one weight only, fewer than another has groups
         name = f"{layout.name}-{style}"
         marks = [] if name in TODAYS_SAMPLE else [pytest.mark.whole]
         words = [*layout.shape, "engine.precision=fp32", *TODAY[style]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpclm.engine import SavedState, Shard
 from hpclm.engine.sharded_parameter import ShardedParameter, blocks
 from hpclm.parallel.collectives import broadcast
-from hpclm.parallel.mesh import Axis, Mesh
+from hpclm.parallel.mesh import SINGLE, Axis, Mesh
 
 Span = tuple[int, int]
 Sizes = tuple[int, ...]
@@ -50,7 +50,9 @@ class SavePlan:
         pools: dict[Any, list[int]] = {}
         for number, weight in enumerate(weights):
             everywhere = tp.size > 1 and weight.placement.dim is None
-            pools.setdefault((weight.replicas, everywhere, weight.duplicate), []).append(number)
+            # axes of one process differ in its rank: tensor-parallel ranks would have different pools
+            replicas = weight.replicas if weight.replicas.size > 1 else SINGLE
+            pools.setdefault((replicas, everywhere, weight.duplicate), []).append(number)
         for (replicas, everywhere, duplicate), members in pools.items():
             slots, slot = (tp.size, tp.rank) if everywhere else (1, 0)
             alike = [weights[number] for number in members]

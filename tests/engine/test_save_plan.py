@@ -66,6 +66,21 @@ def test_each_value_is_saved_once_and_read_once_by_the_ranks_that_hold_it():
     assert read[1].eq(2).all()  # once by the ranks of either slice
 
 
+def test_tensor_parallel_ranks_without_replicas_divide_the_same_weights():
+    """Of a weight without replicas, an engine may name the axis of its one process, or none."""
+    saved = torch.zeros(2, 12, 4)
+    for rank in range(2):
+        weights = [
+            ShardedParameter("w", nn.Parameter(torch.ones(12, 4)), Placement((12, 4)), replicas=replicas)
+            for replicas in (SINGLE, Axis(ranks=(rank,)))
+        ]
+        plan = SavePlan.among(weights, Mesh(tp=Axis(2, rank)))
+        for number, weight in enumerate(weights):
+            for shard in plan.shards(number, "w", weight.parameter):
+                saved[number][tuple(slice(a, a + n) for a, n in zip(shard.start, shard.tensor.shape))] += 1
+    assert saved.eq(1).all()
+
+
 class Collectives(TorchDispatchMode):
     """The names of the collectives on weights."""
 

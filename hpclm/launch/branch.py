@@ -10,7 +10,7 @@ from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.checkpoint import manifest as manifests
 from hpclm.checkpoint.fingerprint import differences, fingerprint
-from hpclm.checkpoint.manifest import Manifest, Progress
+from hpclm.checkpoint.manifest import Progress
 from hpclm.config import RunConfig
 from hpclm.config.checks import typed
 from hpclm.config.data import absolute
@@ -38,7 +38,8 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
     before = configs.of_run(trunk, [])
     config = configs.of_run(trunk, [*settings, f"name={target.name}", f"out={target}"])
     source, manifest = directory.locate(there[step])  # its hashes are verified
-    fixed = [*_fixed(before, config, manifest)]
+    position = Progress.of(manifest.progress).position
+    fixed = [*_fixed(before, config, max(len(position.read) - 1, 0))]
     if fixed:
         raise ConfigError(
             [
@@ -47,6 +48,7 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
                 *fixed,
             ]
         )
+    _ = Timeline(config, position).begins  # ConfigError if a later phase should have begun before
     with fresh(target, mode=0o700) as staging:
         configs.dump(config, staging / "config.yaml")
         copy_tokenizer(trunk, staging)
@@ -59,20 +61,14 @@ def branched(trunk: Path, target: Path, step: int | None, settings: list[str]) -
     return step
 
 
-def _fixed(before: RunConfig, now: RunConfig, manifest: Manifest) -> Iterator[str]:
+def _fixed(before: RunConfig, now: RunConfig, read: int) -> Iterator[str]:
     """The differences in settings that must not change: the checkpoint holds a state of these weights, and a position in these data.
 
-    ConfigError if a phase of the branch should have begun before.
+    ``read``: how many of data.phases have been read.
     """
-    position = Progress.of(manifest.progress).position
-    _ = Timeline(now, position).begins
-    read = max(len(position.read) - 1, 0)
-    for number, phase in enumerate(before.data.phases[:read]):
-        changed = absolute(now.data).phases[number]
-        if changed != phase:
-            yield f"data.phases[{number}] has been read: it was {typed(phase)} and is now {typed(changed)}"
     one, other = (
-        fingerprint(run.model, run.seed, optim=run.optim, micro_size=run.batch.micro_size) for run in (before, now)
+        fingerprint(run.model, run.seed, {"phases": absolute(run.data).phases[:read]}, run.optim, run.batch.micro_size)
+        for run in (before, now)
     )
     yield from differences(one, other)
     old = dict(leaves(before.data))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpclm.base import log, paths, terminal
 from hpclm.base.errors import ConfigError, UsageError
+from hpclm.base.progress import Bar
 from hpclm.base.terminal import many, say
 from hpclm.parser import Parser, whole
 from hpclm.rundir import runs
@@ -21,7 +22,7 @@ def main(
     run: str,
     runs_folder: Path,
     step: int | None,
-    document: str | None,
+    document: list[str] | None,
     text: Path | None,
     verify: bool,
     as_json: bool,
@@ -40,7 +41,8 @@ def main(
     if step is not None:
         _print(_of_step(ledger, step), as_json)
     elif document is not None:
-        _document(ledger, *_named(ledger, document), as_json)
+        for dataset, number in [_named(ledger, name) for name in document]:
+            _document(ledger, dataset, number, as_json)
     elif text is not None:
         for dataset, number in ledger.with_text(text):
             _document(ledger, dataset, number, as_json)
@@ -123,7 +125,9 @@ def _document(ledger: "Ledger", dataset: "IndexedDataset", number: int, as_json:
 
 def _verify(ledger: "Ledger", step: int | None) -> int:
     """Compute the sums again; ConfigError names the steps whose sum differs."""
-    checked = list(ledger.verify(step))
+    checked = list(Bar(ledger.verify(step), unit="step", disable=None, leave=False))
+    if not checked:
+        raise ConfigError(f"{ledger.out} has no row of the step; its trunk may have it")
     wrong = [row for row in checked if row.recorded not in (None, row.computed)]
     unknown = sum(row.recorded is None for row in checked)
     if wrong:
@@ -163,8 +167,8 @@ def parser() -> Parser:
     options.add_run()
     add = options.add_argument
     add("--step", type=whole(1), metavar="N", help="show the documents that step N read")
-    text = "show the steps that read document D of the dataset PREFIX, numbered from 0, and the newest checkpoint before them"
-    add("--document", type=paths.option, metavar="[PREFIX:]D", help=text)
+    text = "show the steps that read the documents D of the dataset PREFIX, numbered from 0, and the newest checkpoint before each"
+    add("--document", type=paths.option, nargs="+", metavar="[PREFIX:]D", help=text)
     text = "the same for the document with the text of FILE; needs hpclm data index PREFIX"
     add("--text", type=paths.option_path, metavar="FILE", help=text)
     text = "read the samples of all steps, or of --step, again, and compare their hash with the one in metrics.jsonl"

@@ -134,6 +134,13 @@ class DataConfig(Section, key="data"):
         "Use the dataset PREFIX_loss, which marks the tokens that count in the loss; auto: if there is one.",
         only_with=FILES,
     )
+    without: str | None = setting(
+        None,
+        "File with documents to leave out of training from here on, one `PREFIX NUMBER`, or `NUMBER`, per line: "
+        "end-of-document tokens replace theirs, and count in no loss; the order stays.",
+        path=True,
+        only_with=FILES,
+    )
     index_cache: str | None = setting(
         None,
         "Folder for indices of the sample order; null: PREFIX.index beside each large dataset.",
@@ -202,7 +209,7 @@ class DataConfig(Section, key="data"):
     def all_tokens_count(self) -> bool:
         """Whether training samples are never padded and no token of them is masked in the loss."""
         padded = self.order == "packed" or self.break_mode or self.source not in SOURCES
-        return not (padded or self.eod_mask_loss)
+        return not (padded or self.eod_mask_loss or self.without)
 
     def prefixes(self) -> list[str]:
         """The prefixes of all datasets that the settings name."""
@@ -281,6 +288,7 @@ def absolute(data: DataConfig) -> DataConfig:
         valid=listed(data.valid),
         test=listed(data.test),
         validation=[f"{name}={whole(path)}" for name, _, path in (entry.partition("=") for entry in data.validation)],
+        without=data.without and whole(data.without),
         index_cache=data.index_cache and whole(data.index_cache),
         tokenizer_files=[whole(file) for file in data.tokenizer_files],
     )

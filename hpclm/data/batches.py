@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import DataConfig, ModelConfig, Plan
+from hpclm.data.exclusion import Exclusion
 from hpclm.data.pieces import sample_hash
 from hpclm.data.sources import PADDING, Samples, needs_eod
 from hpclm.node import hardware
@@ -29,9 +30,17 @@ class Batches:
     """The micro-batches of any step of one replica."""
 
     def __init__(
-        self, samples: Samples, plan: Plan, data: DataConfig, model: ModelConfig, eod: int | None, compute: Compute
+        self,
+        samples: Samples,
+        plan: Plan,
+        data: DataConfig,
+        model: ModelConfig,
+        eod: int | None,
+        compute: Compute,
+        exclusion: Exclusion | None = None,
     ):
-        """``eod``: the end-of-document token. ``compute``: device and replica of the micro-batches."""
+        """``eod``: the end-of-document token. ``compute``: device and replica of the micro-batches. ``exclusion``: documents to leave
+        out."""
         lacking = list(needs_eod(data, eod))
         if lacking:
             raise ConfigError(lacking)
@@ -44,10 +53,11 @@ class Batches:
         self.width = model.context + 1
         self.vocab_size = model.vocab_size
         self.eod = eod
+        self.exclusion = exclusion
         if np.dtype(samples.dtype).kind not in "iu":
             raise ConfigError(f"data.source={data.source} has rows of {samples.dtype}, not of integers")
         self.dtype = np.dtype(samples.dtype)
-        if model.vocab_size > np.iinfo(self.dtype).max:
+        if model.vocab_size > np.iinfo(self.dtype).max or exclusion:
             self.dtype = np.dtype(np.int64)
         self.unset = int(np.iinfo(self.dtype).max)
         """Initial value of each entry of a row; not a token."""
@@ -99,6 +109,12 @@ class Batches:
         length = len(self.samples)
         for row, index in zip(rows, indices, strict=True):
             read(index % length, row)
+        removed = None
+        if self.exclusion is not None:
+            replace = self.exclusion.replace
+            removed = np.stack(
+                [replace(self.samples, index % length, row) for row, index in zip(rows, indices, strict=True)]
+            )
         padded = self._check(rows, indices)
         wide = rows.astype(np.int64)
         total = sum(map(sample_hash, wide))
@@ -128,6 +144,9 @@ class Batches:
                 documents = number
             if self.data.reset_position_ids:
                 positions = _restarted(number)
+        if removed is not None and removed.any():
+            inside = ~(removed[:, :-1] | removed[:, 1:])
+            mask = inside if mask is None else mask & inside
         return _Loaded(total, *(self._tensor(x) for x in (wide, mask, positions, documents)))
 
     def _tensor(self, values: NDArray | None) -> Any:

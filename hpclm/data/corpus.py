@@ -15,12 +15,13 @@ from hpclm.config import DataConfig
 from hpclm.config.data import Mixture, mixture, named_mixtures
 from hpclm.config.phases import Timeline
 from hpclm.config.section import no_effect
-from hpclm.data import loss_mask, tokenizer_folder, tokenizers
+from hpclm.data import exclusion, loss_mask, tokenizer_folder, tokenizers
 from hpclm.data.content import DIGEST, check_some, noted
+from hpclm.data.exclusion import Exclusion
 from hpclm.data.indexed import IndexedDataset, sidecar
 from hpclm.data.order import split_bounds, split_parts
 from hpclm.data.scan import SharedFacts
-from hpclm.data.sources import NEED_EOD, Samples
+from hpclm.data.sources import NEED_EOD, WITHOUT, Samples
 from hpclm.data.splits import DatasetSlice, SampleSettings, Split
 from hpclm.data.streams import PhasedSamples, Stream, Stretch, stretch
 
@@ -62,9 +63,22 @@ class Corpus:
         repeat = settings.short_part == "repeat"
         order = "mcore" if settings.order == "per_dataset" else settings.order  # of data that are held out
         self._sampling = SampleSettings(context, seed, order, settings.break_mode, settings.index_cache, eos, repeat)
+        self.exclusion: Exclusion | None = None
+        """The documents that training leaves out."""
+        if settings.without is not None:
+            self.exclusion = self._exclusion(settings.without, facts)
         self.splits = {name: self._split(name, entry) for name, entry in mixtures.items()}
         self.held_out = [name for name in self.splits if name.startswith("valid")]
         self.fingerprint: dict[str, Any] = facts.find("fingerprint", lambda: self._fingerprint(tokenizer))
+
+    def _exclusion(self, path: str, facts: SharedFacts) -> Exclusion:
+        if self.eod is None:
+            raise ConfigError(
+                "data.without replaces documents by the end-of-document token, which the dataset does not name; set data.tokenizer and "
+                "data.tokenizer_files"
+            )
+        text = facts.find(WITHOUT, lambda: exclusion.read(path))
+        return Exclusion(text, path, self._datasets.values(), self.eod)
 
     def check_content(self) -> list[str]:
         """Verify random blocks of the datasets against the hashes in PREFIX.json. Returns the findings, one sentence each.
@@ -191,7 +205,8 @@ class Corpus:
 
     def bytes_per_token(self, split: str) -> float | None:
         """See Split.bytes_per_token; None also if not every token counts in the loss."""
-        return self._known(split).bytes_per_token if self.settings.all_tokens_count else None
+        held_out = replace(self.settings, without=None)  # only training leaves documents out
+        return self._known(split).bytes_per_token if held_out.all_tokens_count else None
 
     def check(self, split: str, requested: int | None) -> None:
         """ConfigError if ``samples`` cannot provide ``requested`` samples; reads and builds nothing large."""

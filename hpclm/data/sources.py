@@ -14,11 +14,13 @@ from hpclm.config import DataConfig, ModelConfig
 from hpclm.config.data import SOURCES
 from hpclm.config.phases import Timeline
 from hpclm.config.plan import Length
+from hpclm.data.exclusion import Exclusion
 from hpclm.data.scan import SharedFacts
 
 CHECK = function_check("data", "context", "seed", "vocab_size")
 NEED_EOD = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
 REQUIRED = ("eod", "fingerprint", "held_out", "per_epoch", "samples")
+WITHOUT = "data.without"  # the fact with the list of documents
 PADDING = np.iinfo(np.int64).min
 """Fills the end of samples that are shorter than the others; never a valid token."""
 
@@ -116,6 +118,18 @@ def train_samples(source: Any, timeline: Timeline, length: Length, planned: int 
     else:
         samples = source.samples("train", planned)
     return samples
+
+
+def excluded(source: Source, data: DataConfig) -> Exclusion | None:
+    """The documents that training leaves out; ConfigError if the source cannot do that."""
+    if data.without is None:
+        return None
+    found: Exclusion | None = getattr(source, "exclusion", None)
+    if found is None:
+        raise ConfigError(
+            f"data.without is for datasets on disk (data.source=indexed); data.source={data.source} has no attribute exclusion"
+        )
+    return found
 
 
 def without_evaluation(source: Source, part: str, error: ConfigError) -> ConfigError:

@@ -19,7 +19,7 @@ from hpclm.config.section import leaves
 from hpclm.interop.run import copy_tokenizer, fresh
 from hpclm.rundir import events
 
-FREE = ("phases", "max_epochs")
+FREE = ("phases", "max_epochs", "without")
 """Settings of data that may differ from the trunk's, except for phases that have been read."""
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,22 @@ from hpclm.base import files
 from hpclm.base.errors import ConfigError
 from hpclm.checkpoint import directory
 from hpclm.config import RunConfig, compose
-from hpclm.config.data import DataConfig
 from hpclm.config.length import run_length
 from hpclm.config.phases import Timeline
 from hpclm.config.plan import Length, Rampup
 from hpclm.data import tokenizer_folder
+from hpclm.data.exclusion import Exclusion
 from hpclm.data.indexed import IndexedDataset
 from hpclm.data.pieces import Piece, Traceable, sample_hash
 from hpclm.data.scan import SharedFacts
-from hpclm.data.sources import Samples, Source, build_source, train_samples
+from hpclm.data.sources import WITHOUT, Samples, Source, build_source, excluded, train_samples
 from hpclm.ledger.history import Span, StepCounter, spans
 from hpclm.preprocess import document_index
 from hpclm.rundir import metrics_file
 
 FACTS = "ledger.json"
 """A file of the run: facts about the files of its datasets, which would take a second to find out. It may be deleted."""
-OF_SETTINGS = ("tokenizer", "fingerprint")  # facts that depend on settings
+OF_SETTINGS = ("tokenizer", "fingerprint", WITHOUT)  # facts that depend on settings
 HEX = 16  # digits of a sum of hashes
 
 
@@ -80,6 +80,7 @@ class Ledger:
         self._timelines: dict[Any, Timeline] = {}
         self._sources: dict[str, Source] = {}
         self._samples: dict[Any, Samples] = {}
+        self._exclusions: dict[Any, Exclusion | None] = {}
 
     def timeline(self, span: Span) -> Timeline:
         """The phases of the run by the settings of a span."""
@@ -107,11 +108,12 @@ class Ledger:
             return self._samples[span.key]
         timeline = self.timeline(span)
         run: RunConfig = timeline.run
+        data = replace(run.data, without=span.without and str(span.out / span.without))
         known = _known_facts(self.out)
         facts = SharedFacts(known)
-        name = repr((run.data, self.config(span).model.context, run.seed, span.without))
+        name = repr((data, self.config(span).model.context, run.seed))
         if name not in self._sources:
-            self._sources[name] = build_source(run.data, self.config(span).model, run.seed, facts)
+            self._sources[name] = build_source(data, self.config(span).model, run.seed, facts)
         source = self._sources[name]
         key: Any = name, span.planned
         length = Length(None, None)
@@ -123,6 +125,7 @@ class Ledger:
         if facts.values.keys() > known.keys():
             _keep_facts(self.out, facts.values)
         self._samples[span.key] = self._samples[key]
+        self._exclusions[span.key] = excluded(source, data)
         return self._samples[key]
 
     def traced(self, span: Span) -> Traceable:
@@ -146,9 +149,13 @@ class Ledger:
     def parts(self, span: Span, step: int) -> Iterator[DocumentPart]:
         """The documents that ``step`` read, in the order of the samples."""
         samples = self.traced(span)
+        exclusion = self._exclusions[span.key]
         for number in self.counter(span).samples(step):
             for piece in samples.pieces(number % len(samples)):
-                yield from _divided(number, samples.datasets[piece.dataset], piece)
+                dataset = samples.datasets[piece.dataset]
+                for part in _divided(number, dataset, piece):
+                    if exclusion is None or (dataset, part.document) not in exclusion:
+                        yield part
 
     @cached_property
     def datasets(self) -> dict[str, IndexedDataset]:
@@ -163,12 +170,10 @@ class Ledger:
             match = [dataset for dataset in every.values() if dataset.prefix == Path(name).absolute()]
         if len(match) == 1:
             return match[0]
-        ask = (
-            "name the dataset, as PREFIX:DOCUMENT"
-            if name is None
-            else f"{name} is {'several' if match else 'none'} of them"
-        )
-        raise ConfigError(f"{self.out} has read {', '.join(every)}: {ask}")
+        wrong = f"give PREFIX:DOCUMENT, because {name} is {'several' if match else 'none'} of them"
+        if name is None:
+            wrong = "name the dataset, as PREFIX:DOCUMENT"
+        raise ConfigError(f"{self.out} has read {', '.join(every)}: {wrong}")
 
     def document(self, dataset: IndexedDataset, number: int) -> list[DocumentReads]:
         """The steps that read a document, by span; ConfigError if the dataset has no such document."""
@@ -181,6 +186,9 @@ class Ledger:
         reads = []
         for span in self.spans:
             samples = self.traced(span)
+            exclusion = self._exclusions[span.key]
+            if exclusion is not None and (dataset, number) in exclusion:
+                continue
             if id(samples) not in found:
                 found[id(samples)] = _readers(samples, dataset.prefix, begin, end)
             counter = self.counter(span)
@@ -197,10 +205,13 @@ class Ledger:
             text = files.read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
+        last = self.spans[-1]
+        tokenizer = tokenizer_folder.of_run(last.out, self.config(last).data).build()
+        encoded = [tokenizer.encode(one) for one in (text, text.removesuffix("\n"))]
+        if tokenizer.eod is not None:  # a dataset that does not name it
+            encoded += [[*ids, tokenizer.eod] for ids in encoded]
         found = []
         for dataset in self.datasets.values():
-            tokenizer = tokenizer_folder.of_data(DataConfig(prefix=str(dataset.prefix))).build()
-            encoded = [tokenizer.encode(one) for one in {text, text.removesuffix("\n")}]
             found += [(dataset, number) for number in document_index.find(dataset, encoded)]
         if not found:
             raise ConfigError(f"no document of {', '.join(self.datasets)} has the text of {path}")
@@ -235,10 +246,13 @@ class Ledger:
     def step_hash(self, span: Span, step: int) -> str:
         """The sum of the hashes of the samples that ``step`` read, modulo 2**64."""
         samples = self.samples(span)
-        row = np.empty(self.config(span).model.context + 1, samples.dtype)
+        exclusion = self._exclusions[span.key]
+        row = np.empty(self.config(span).model.context + 1, samples.dtype if exclusion is None else np.int64)
         total = 0
         for number in self.counter(span).samples(step):
             samples.read(number % len(samples), row)
+            if exclusion is not None:
+                exclusion.replace(self.traced(span), number % len(samples), row)
             total += sample_hash(row.astype(np.int64))
         return f"{total % 2**64:0{HEX}x}"
 

@@ -50,6 +50,15 @@ def restore(out: Path, before: bytes | None) -> None:
         files.write_bytes(out / NAME, before)
 
 
+def keep_list(out: Path, name: str, text: str) -> str:
+    """Keep a list of documents that training leaves out, in the history as ``name``; returns its path in ``out``. OSError if it cannot
+    be written: without it, nobody could tell what the run has read."""
+    folder = out / HISTORY
+    folder.mkdir(0o700, exist_ok=True)
+    files.write_text(folder / name, text)
+    return f"{HISTORY}/{name}"
+
+
 def micro_size(out: Path) -> int | None:
     """The batch.micro_size of the last attempt in the run directory ``out``; None if it is unknown."""
     size = runs.read_run(out).attempt.get("micro_size")

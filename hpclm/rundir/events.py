@@ -3,7 +3,7 @@
 | kind | writer | facts |
 |---|---|---|
 | submitted | the process that submits a job or launches ranks | cluster, job_id, nodes, tasks_per_node, script, log, command, config |
-| began | rank 0, when an attempt begins | from_step, samples, planned, phases, steps, config, launcher, job_id, restart, host, pid, versions, ... |
+| began | rank 0, when an attempt begins | from_step, samples, planned, phases, without, steps, config, launcher, job_id, restart, host, pid, versions, ... |
 | ended | a rank | code, state, ending, step, over (nothing is left to do) |
 | ended | the process that started the ranks | code, cause, signal |
 | cancelled | hpclm cancel | by |
@@ -58,7 +58,7 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("nodes", "tasks_per_node", "steps"), int),
     "job_id": is_job_id,
     # began
-    **dict.fromkeys(("launcher", "after", "git", "digest"), str),
+    **dict.fromkeys(("launcher", "after", "git", "digest", "without"), str),
     **dict.fromkeys(
         ("from_step", "samples", "planned", "size", "pid", "restart", "back_to", "micro_size", "attempts"), int
     ),

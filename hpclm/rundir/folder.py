@@ -14,7 +14,7 @@ from hpclm.rundir import events, metrics_file
 
 FILES = (
     *("config.yaml", events.NAME, metrics_file.NAME, metrics_file.EXPERTS, "log.txt", "lock", "lock.beat"),
-    *("self-check.json", "checkpoints.saved", "summary.json"),
+    *("self-check.json", "checkpoints.saved", "summary.json", "ledger.json"),
 )
 MARKS = ("config.yaml", events.NAME)
 """A run directory has at least one of these files."""

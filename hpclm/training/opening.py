@@ -16,6 +16,7 @@ from hpclm import engine as engines
 from hpclm.base import folders
 from hpclm.base import log as logs
 from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import many
 from hpclm.checkpoint import CheckpointStore, Progress, Retention, begin_from, resumable
 from hpclm.checkpoint.fingerprint import fingerprint
 from hpclm.config import EngineSettings, RunConfig, compose, no_effect
@@ -32,7 +33,7 @@ from hpclm.node.notify import Notifier
 from hpclm.node.preemption import Preemption
 from hpclm.optim.schedules import Schedule, shape
 from hpclm.parallel.mesh import Compute, GroupOptions, Mesh
-from hpclm.rundir import events, metrics_file
+from hpclm.rundir import config_history, events, metrics_file
 from hpclm.rundir.lease import Lease
 from hpclm.rundir.summary import RunSummary, failed_without_main
 from hpclm.sinks.process import Sinks
@@ -279,6 +280,15 @@ def begin_attempt(
     facts |= {"samples": begin.samples, "planned": begin.planned}  # on which the order of the samples depends
     if begin.phases:
         facts["phases"] = [asdict(reading) for reading in begin.phases]
+    exclusion = data.train.exclusion
+    if exclusion is not None:
+        facts["without"] = config_history.keep_list(out, exclusion.name, exclusion.text)
+        count = many(len(exclusion), "document")
+        log.info(
+            "data.without: %s of the training data are replaced by end-of-document tokens from step %d on",
+            count,
+            begin.step + 1,
+        )
     if back_to is not None:
         facts["back_to"] = back_to
     if directory.restarted:

@@ -17,8 +17,9 @@ from hpclm.config.phases import Timeline
 from hpclm.config.plan import Length, Reading
 from hpclm.data import sources
 from hpclm.data.batches import Batches
+from hpclm.data.exclusion import Exclusion
 from hpclm.data.scan import SharedFacts
-from hpclm.data.sources import Samples, Source, samples_per_epoch, train_samples, without_evaluation
+from hpclm.data.sources import WITHOUT, Samples, Source, excluded, samples_per_epoch, train_samples, without_evaluation
 from hpclm.data.streams import PhasedSamples
 from hpclm.data.tokenizers import mismatch
 from hpclm.distributed.context import DistributedContext
@@ -142,7 +143,7 @@ def open_data(
         facts = SharedFacts()
         try:
             data = opened(facts)
-            problems = _differences(main_facts.get("fingerprint", {}), facts.values.get("fingerprint", {}))
+            problems = _differences(main_facts, facts.values)
         except ConfigError as error:
             problems = error.problems
     # facts may differ between nodes, such as the dates of their copies
@@ -172,10 +173,10 @@ def build_data(
     timeline = Timeline(whole or config, begin.position)
     length, begin = _planned(timeline, source, begin)
 
-    def batches(samples: Samples) -> Batches:
-        return Batches(samples, plan, config.data, config.model, source.eod, compute)
+    def batches(samples: Samples, exclusion: Exclusion | None = None) -> Batches:
+        return Batches(samples, plan, config.data, config.model, source.eod, compute, exclusion)
 
-    train = batches(train_samples(source, timeline, length, begin.planned))
+    train = batches(train_samples(source, timeline, length, begin.planned), excluded(source, config.data))
     held_out: list[HeldOut] = []
     if config.evaluate.every:
         if not source.held_out:
@@ -189,9 +190,12 @@ def build_data(
     return RunData(plan, length, begin, timeline, source, train, held_out)
 
 
-def _differences(main: dict[str, Any], here: dict[str, Any]) -> list[str]:
+def _differences(main_facts: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     """How the data of this node differ from those of rank 0's node, by their fingerprints."""
+    main, here = (known.get("fingerprint", {}) for known in (main_facts, facts))
     lines = differences({"data": main}, {"data": here})
+    if main_facts.get(WITHOUT) != facts.get(WITHOUT):
+        lines.append("data.without has other lines")
     tokenizers_differ = mismatch(main.get("tokenizer") or {}, here.get("tokenizer") or {})
     if tokenizers_differ:
         lines = [tokenizers_differ, *lines]

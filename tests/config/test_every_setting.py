@@ -139,8 +139,11 @@ def reads(run, folder):
         if source.per_epoch(split):
             samples = source.samples(split, None)
             rows = np.zeros((len(samples), run.model.context + 1), np.int64)
+            left_out = sources.excluded(source, run.data) if split == "train" else None
             for index, row in enumerate(rows):
                 samples.read(index, row)
+                if left_out:
+                    left_out.replace(samples, index, row)
             splits[split] = rows.tolist()
             if run.data.order == "packed":
                 marks = np.zeros(rows.shape, np.int64), np.zeros(rows.shape, bool)
@@ -161,6 +164,7 @@ def datasets(tmp_path_factory):
             for size in np.random.default_rng(1).integers(5, 30, 60):
                 ids = draw.integers(0, 2 if name.endswith("loss") else 250, size)
                 writer.add_document(ids if name.endswith("loss") else np.append(ids[1:], 256))
+    (folder / "list").write_text("3\n5\n")
     for kind in ("bin", "idx"):
         (folder / f"bare.{kind}").write_bytes((folder / f"a.{kind}").read_bytes())
     for number, name in enumerate(("vocab", "other")):
@@ -265,6 +269,7 @@ ACTS = {
     "data.keep_partial=true": (reads, EVEN),
     "data.short_part=repeat": (reads, [*A, "data.split=59,1,0"]),
     "data.loss_mask=require": (reads, [*PACKED, "data.prefix=DATA/c", "data.loss_mask=ignore"]),
+    "data.without=DATA/list": (reads, A),
     "data.index_cache=DATA/cache": (reads, A),
     "data.tokenizer=bytes": (reads, BARE),
     "data.tokenizer_files=[DATA/other.json]": (reads, WORDS),

@@ -4,6 +4,9 @@ import json
 import os
 from pathlib import Path
 
+END, FIRST = 256, 257
+"""The end-of-document token, which documents that are left out become, and the token of document 0; padding is 0."""
+
 
 def record():
     """Have the engine of this process note its micro-batches in a file of the folder TEST_READS."""
@@ -34,6 +37,8 @@ def recorded(folder):
             assert replicas.setdefault((step, replica), samples) == samples
     reads = {}
     for (step, _), samples in replicas.items():
-        for document, count in samples:
-            reads[step, document] = reads.get((step, document), 0) + count
+        for token, count in samples:
+            if token not in (END, 0):
+                document = token - FIRST
+                reads[step, document] = reads.get((step, document), 0) + count
     return reads

@@ -9,22 +9,23 @@ from hpclm import cli
 from hpclm.ledger.reads import Ledger
 from hpclm.preprocess.writer import Writer
 from tests.forks import Ranks
-from tests.ledger.recording import record, recorded
+from tests.ledger.recording import END, FIRST, record, recorded
 
 DOCUMENTS = 300  # in each of the two datasets
 
 
 def written(prefix, first):
-    """Documents of 0 to 60 tokens, each of which is the document's number, counted from ``first``."""
+    """Documents of 0 to 60 tokens, each of which is FIRST + the document's number, counted from ``first``."""
     draw = np.random.default_rng(first)
     with Writer(prefix, "i4") as writer:
+        writer.note = {"tokenizer": {"kind": "bytes", "files": {}, "size": FIRST, "eod": END}}
         for number in range(DOCUMENTS):
-            writer.add_document(np.full(draw.integers(0, 60), first + number))
+            writer.add_document(np.full(draw.integers(0, 60), FIRST + first + number))
     return str(prefix)
 
 
 SHAPE = [
-    "model={vocab_size: 600, layers: 2, hidden: 32, context: 16, attention: {heads: 4}}",
+    "model={vocab_size: 900, layers: 2, hidden: 32, context: 16, attention: {heads: 4}}",
     "cluster.preflight=false",
 ]
 LAUNCHES = [
@@ -150,3 +151,37 @@ def test_the_ledger_follows_phases(tiny, tmp_path, capsys):
     assert [ledger.config(span).model.context for span in ledger.spans] == [16, 16, 16, 8]
     assert cli.main(["ledger", str(out), "--verify"]) == 0
     assert "24 steps read the tokens that the datasets have" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["mcore", "packed", "per_dataset"])
+def test_documents_that_a_run_leaves_out_are_read_until_then_and_the_order_stays(order, tiny, tmp_path):
+    one, two = written(tmp_path / "one", 0), written(tmp_path / "two", DOCUMENTS)
+    more = [
+        *SHAPE,
+        "data.source=indexed",
+        f"data.order={order}",
+        f"data.train=[0.6,{one},0.4,{two}]",
+        "checkpoint.every=4",
+    ]
+    more += ["batch={global_size: 12, micro_size: 1}", "budget.steps=20"]
+    listed = tmp_path / "list.txt"
+    gone = {*range(0, 200), *range(310, 320)}
+    listed.write_text("".join(f"{'one' if number < DOCUMENTS else 'two'} {number % DOCUMENTS}\n" for number in gone))
+    words, out, launches = tiny("run", *more), tmp_path / "run", {}
+    for size, ending, step, without in [
+        (1, "end", 8, []),
+        (2, "kill", 14, [f"data.without={listed}"]),
+        (1, "end", 20, []),
+    ]:
+        launches[len(launches) + 1] = launched(tmp_path, out, [*words, *without], size, ending, step)
+    listed.unlink()  # the run has kept it
+    _, reads = checked(out, launches)
+    assert {attempt for _, attempt, _, document in reads if document in gone} == {1, 3}
+    whole = tmp_path / "whole"
+    trained = launched(tmp_path, whole, tiny("whole", *more), 1, "end", 20)
+    assert {key: count for key, count in trained.items() if key[1] not in gone} == {
+        key: count for trained in launches.values() for key, count in trained.items() if key[1] not in gone
+    }
+    assert cli.main(["ledger", str(out), "--verify"]) == 0
+    assert "from step 9 on" in (out / "log.txt").read_text()

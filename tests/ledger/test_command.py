@@ -58,7 +58,9 @@ def test_a_document_is_found_by_its_number_and_by_its_text(run, tmp_path, capsys
     (tmp_path / "text.txt").write_text("no such text")
     assert f"no document of {prefix} has the text of" in said("--text", str(tmp_path / "text.txt"), code=64)
     assert "has documents 0 to 79; it has no document 80" in said("--document", "80", code=64)
-    assert f"has read {prefix}: give PREFIX:DOCUMENT, because other is none of them" in said("--document", "other:3", code=64)
+    assert f"has read {prefix}: give PREFIX:DOCUMENT, because other is none of them" in said(
+        "--document", "other:3", code=64
+    )
     assert "has trained steps 1 to 12; it has no step 13" in said("--step", "13", code=64)
     assert json.loads(said("--json"))["steps"] == "1-12"
 

@@ -16,7 +16,7 @@ from hpclm.engine.sharded_parameter import ShardedParameter
 from hpclm.engine.state import TrainingState
 
 log = logging.getLogger(__name__)
-CHUNK = 1 << 24  # values; limits the scratch memory of an update to 64 MB
+CHUNK = 1 << 21  # values; the scratch memory of an update, 8 MB, stays in the cache
 
 
 class WeightAverage:

@@ -31,7 +31,7 @@ QUANTIZING = 5
 WEIGHT_TRAFFIC = 18
 """Bytes per parameter and micro-batch: products, casts, accumulation."""
 UPDATE_TRAFFIC = 28
-"""Bytes per parameter of an update in fp32: reads w, g, m and v, writes w, m and v. An average of the weights has as much traffic."""
+"""Bytes per parameter of an update in fp32: reads w, g, m and v, writes w, m and v. An average of the weights has at most as much."""
 WAIT = 1e-4
 """Seconds that the host waits, in each layer with experts, for the number of rows to send. They include a small all-to-all, a copy to
 the host, and launches until the GPU is busy again. This is an assumption, not a measurement."""

@@ -6,7 +6,7 @@ from typing import Any
 _OF_HPCLM = (
     "step samples time data_hash loss grad_norm skipped guarded z_loss lr loss_scale batch_size memory data_fraction tokens_per_second mfu hfu "
     "spiking_since training_loss validation_loss validation_loss_ema validation_perplexity validation_bits_per_byte part tasks "
-    "counted_tokens empty_micro_batches phase"
+    "counted_tokens empty_micro_batches phase phase_begin"
 )
 SAMPLES_OF = "samples_of/"
 TOKENS_OF = "tokens_of/"

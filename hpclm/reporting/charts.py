@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.base.metric_names import EXPERT_FIGURES
+from hpclm.reporting.datasets_read import tokens_read
 from hpclm.reporting.expert_history import OVER_LAYERS
 from hpclm.reporting.history import History
 from hpclm.reporting.standings import Runs, diverged, healthy_limit, ranked, validation
@@ -32,6 +33,7 @@ TITLES = {
     "grad_norm": ("Gradient norm", "log scale"),
     "lr": ("Learning rate", ""),
     "tokens_per_second": ("Speed", "tokens/s"),
+    "tokens_read": ("Tokens read of each dataset", "tokens"),
     "expert_load_max": ("Largest load of an expert", "times the mean"),
     "expert_entropy": ("Entropy of the experts' shares", "1: all alike"),
     "dead_experts": ("Experts without a token", ""),
@@ -160,7 +162,7 @@ class Chart:
     @property
     def thousands(self) -> bool:
         """Whether to show values as whole numbers with commas."""
-        return self.key == "tokens_per_second"
+        return self.key in ("tokens_per_second", "tokens_read")
 
     @property
     def layers(self) -> list[Curve]:
@@ -232,6 +234,7 @@ def _of_one(runs: Runs) -> Iterator[tuple[str, Lines]]:
     yield "loss", {"training": _pairs(history, "loss"), **{name: _listed(pairs) for name, pairs in parts.items()}}
     for key in ("grad_norm", "lr", "tokens_per_second"):
         yield key, {name: _pairs(history, key)}
+    yield "tokens_read", tokens_read(history.phases)
     if load := history.experts:
         for figure, values in load.figures.items():
             yield figure, {block: (load.steps, of) for block, of in zip(load.blocks, values.T, strict=True)}

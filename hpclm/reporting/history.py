@@ -99,6 +99,8 @@ class History:
     """The load of its experts; None without experts."""
     state: str = ""
     """The state at the end of the last attempt; empty if unknown."""
+    phases: tuple[Row, ...] = ()
+    """The rows that say how much has been read of each dataset; only with data.order=per_dataset."""
     trunk: Trunk | None = None
     """The run that it goes on from; None if it is not a branch."""
 
@@ -151,6 +153,7 @@ def read_history(out: Path) -> History:
         tuple(row for row in kept.others if "tasks" in row),
         _if_readable(lambda: expert_history(metrics_file.stream_expert_tokens(out))),
         events.state_of(events.last_end(happened)),
+        tuple(kept.phases),
         trunk_of(happened),
     )
 
@@ -177,6 +180,7 @@ class _MetricsReader:
     def __init__(self, names: Sequence[str]) -> None:
         """``names``: the fields of steps to keep."""
         self.others = list[Row]()
+        self.phases = list[Row]()
         self.memory = 0.0
         self._columns = {name: array("d") for name in names}
 
@@ -185,6 +189,7 @@ class _MetricsReader:
         names = ("step", *EVALUATION)
         for block in metrics_file.blocks(out, {name: FIGURES[name] for name in names}, lost):
             steps = [row for row in block.rows if "loss" in row]
+            self.phases += [row for row in steps if type(row.get("phase")) is int]
             if len(steps) < len(block.rows):
                 self.others += [row for row in block.rows if "loss" not in row]
             try:

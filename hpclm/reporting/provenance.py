@@ -10,8 +10,10 @@ from typing import Any
 from hpclm.base.errors import ConfigError
 from hpclm.base.terminal import many
 from hpclm.config import ModelConfig, RunConfig, compose
+from hpclm.config.phases import in_phase
 from hpclm.config.run_file import HISTORY, NAME
 from hpclm.model import count
+from hpclm.reporting import datasets_read
 from hpclm.reporting.history import History
 from hpclm.rundir import events, runs
 from hpclm.rundir.rows import Row
@@ -75,10 +77,13 @@ def facts(history: History, used: Settings) -> dict[str, str]:
             checked = events.whole(history.out, event)
     titled: dict[str, str] = {}
     with suppress(ConfigError):
-        model = compose.of_run(history.out, []).model
+        settings = compose.of_run(history.out, [])
+        phase = max((row["phase"] for row in history.phases), default=0)
+        model = in_phase(settings, min(phase, len(settings.data.phases))).model
         titled = {"model": _model(model), "tokens": _tokens(history, model)}
     titled |= {
         "data": _data(used),
+        **datasets_read.facts(history.phases, used),
         "command": _text(row, "command"),
         "folder": _text(row, "folder"),
         "code": ", ".join(_code(row)),
@@ -99,7 +104,8 @@ def _tokens(history: History, model: ModelConfig) -> str:
     samples = max((row.get("samples") or 0 for row in history.recent), default=0)
     if not samples:
         return ""
-    return f"{samples * model.context:,} seen, in {samples:,} samples"
+    tokens = sum(int(values[-1]) for _, values in datasets_read.tokens_read(history.phases).values())
+    return f"{tokens or samples * model.context:,} seen, in {samples:,} samples"
 
 
 def _data(used: Settings) -> str:

@@ -86,7 +86,8 @@ class RunData:
         train = self.train.samples
         if not isinstance(train, PhasedSamples):
             return {}
-        fields = {"phase": self.timeline.phase(samples - 1)}
+        phase = self.timeline.phase(samples - 1)
+        fields = {"phase": phase, "phase_begin": self.timeline.begins[phase].step}
         for name, (_, count, tokens, _) in train.states(samples).items():
             fields |= {f"{metric_names.SAMPLES_OF}{name}": count, f"{metric_names.TOKENS_OF}{name}": tokens}
         return fields

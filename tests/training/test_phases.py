@@ -86,6 +86,15 @@ def test_each_phase_has_its_rates_batches_and_datasets(folder):
     assert "z_loss" in steps[12] and "z_loss" not in steps[11]
 
 
+def test_a_report_shows_the_phases_and_what_was_read_of_each_dataset(folder):
+    hpclm("report", "known", cwd=folder, check=0)
+    [page] = (folder / "known").glob("report*.html")
+    text = page.read_text()
+    assert "2, steps 9 to 11: from=512 model.context=32 model.rope.base=50000.0 batch.global_size=2 again=true" in text
+    assert "a: 480 tokens (41.7%) in 27 samples" in text and "1,152 seen, in 52 samples" in text
+    assert "Tokens read of each dataset" in text and "context 32" in text
+
+
 def test_phases_that_are_added_later_are_those_that_were_known_from_the_start(folder):
     assert train(folder, "later", "stop_at=3") == [0]
     assert train(folder, "later", "stop_at=7", phases(PHASES[0])) == [0]

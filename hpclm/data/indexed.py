@@ -143,11 +143,11 @@ class IndexedDataset:
         """The sequence that holds the token ``flat[token]``; the number of sequences after the last token."""
         if token >= self.token_count:
             return len(self)
-        return int(np.searchsorted(self._index.starts, token * self.dtype.itemsize, "right")) - 1
+        return bisect_right(range(len(self)), token, key=self.place) - 1  # NumPy would copy an unaligned array
 
     def document_at(self, token: int) -> int:
         """The document that holds the token ``flat[token]``."""
-        sequence = bisect_right(range(len(self)), token, key=self.place) - 1
+        sequence = self.holder(token)
         return bisect_right(range(self.document_count), sequence, key=lambda k: int(self.bounds(k, k)[0])) - 1
 
     def document_tokens(self, document: int) -> tuple[int, int]:

@@ -119,7 +119,9 @@ class Ledger:
         length = Length(None, None)
         if run.data.order == "per_dataset":
             length = run_length(run, source.per_epoch("train"), span.position)
-            key = name, repr(timeline.begins), length
+            # the phases that the samples are of: from the last one that had been read to the next restart
+            phases = len(span.phases), timeline.next_restart(span.samples)
+            key = name, repr(timeline.begins), phases, length
         if key not in self._samples:
             self._samples[key] = train_samples(source, timeline, length, span.planned)
         if facts.values.keys() > known.keys():

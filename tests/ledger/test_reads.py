@@ -125,11 +125,10 @@ def test_the_ledger_knows_what_every_step_has_read(tiny, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_ledger_follows_phases(tiny, tmp_path, capsys):
-    """Another mixture in phase 2, and another context in phase 3, for which the ranks start again."""
+    """Another mixture in phase 2; in phase 3 another batch size, and in phase 4 another context, for which the ranks start again."""
     one, two = written(tmp_path / "one", 0), written(tmp_path / "two", DOCUMENTS)
-    phases = (
-        f"[{{from: 1500, data.train: [0.2,{one},0.8,{two}]}}, {{from: 3300, model.context: 8, data.train: [1,{two}]}}]"
-    )
+    phases = f"[{{from: 1500, data.train: [0.2,{one},0.8,{two}]}}, {{from: 2500, batch.global_size: 24}}, "
+    phases += f"{{from: 4000, model.context: 8, data.train: [1,{two}]}}]"
     more = [
         *SHAPE,
         "model.positions=rope",
@@ -144,11 +143,13 @@ def test_the_ledger_follows_phases(tiny, tmp_path, capsys):
         (1, "engine.name=native", "kill", 6),
         (2, "engine.name=fsdp2", signal.SIGTERM, 11),
         (2, "engine.name=native parallel.tensor=2", "end", 40),
+        (4, "engine.name=fsdp2", "end", 40),
         (3, "engine.name=native", "end", 24),
     ]:
         launches[len(launches) + 1] = launched(tmp_path, out, [*words, *layout.split()], size, ending, step)
     ledger, _ = checked(out, launches)
-    assert [ledger.config(span).model.context for span in ledger.spans] == [16, 16, 16, 8]
+    assert [ledger.config(span).model.context for span in ledger.spans] == [16, 16, 16, 16, 8]
+    assert [ledger.config(span).batch.global_size for span in ledger.spans] == [12, 12, 12, 24, 24]
     assert cli.main(["ledger", str(out), "--verify"]) == 0
     assert "24 steps read the tokens that the datasets have" in capsys.readouterr().out
 

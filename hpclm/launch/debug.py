@@ -20,6 +20,7 @@ from hpclm.config import DataConfig, RunConfig
 from hpclm.config.fields import as_word
 from hpclm.config.section import default_of
 from hpclm.config.setting import declared
+from hpclm.launch.phases import PhaseEnds
 from hpclm.launch.schedulers import current_job
 from hpclm.rundir import metrics_file
 from hpclm.rundir.lease import Lease
@@ -53,11 +54,14 @@ def run(changed: RunConfig, changes: list[str], train: Callable[[RunConfig], int
     settings.dump(changed, out / "config.yaml")
     os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # so that the operation that fails on a GPU raises the error itself
     faulthandler.enable()
+    phases = PhaseEnds(out)
     from torch.autograd import set_detect_anomaly
 
     try:
         with set_detect_anomaly(True, check_nan=changed.engine.precision != "fp16"):  # in fp16, overflows are normal
             code = train(changed)
+            while phases.another(code):
+                code = train(changed)
         if not code:
             say("debug: no mistake found; the same command without --debug trains the run", file=sys.stderr)
         return code
@@ -106,9 +110,11 @@ def overrides(config: RunConfig) -> list[str]:
         longest = (math.ceil(2 * steps / share) for steps in (optim.warmup, optim.wsd_decay or 0))
         values["optim.schedule_length"] = max(BUDGET, *longest)
     if _is_missing(config.data):
+        reset = {"data.source", "data.tokenizer"}
         for field in fields(DataConfig):
             needs = {condition.key for condition in declared(field).only_with}
-            if needs & {"data.source", "data.tokenizer"}:
+            if needs & reset:
+                reset.add(f"data.{field.name}")
                 values[f"data.{field.name}"] = default_of(field)
         values["data.source"] = "synthetic"
     return [f"{key}={as_word(value)}" for key, value in values.items() if value != attrgetter(key)(config)]

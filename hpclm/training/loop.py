@@ -211,6 +211,9 @@ class TrainingLoop:
         over = finished and measured  # no other attempt is needed
         requeue = bool(state.signal and not over and not state.stop)
         self.saver.exit(self.engine, progress, self.evaluator.validation(progress.step), state, requeue)
+        if self.phase_ends(progress):  # a signal may have come during the save, and the next start would not know of it
+            state = self.poll()
+            requeue = bool(state.signal and not state.stop)
         if self.saver.step == progress.step:
             self.control.remove("save-now")
         if state.stop:

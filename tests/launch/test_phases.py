@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hpclm
+from hpclm.checkpoint import directory
 from hpclm.preprocess.writer import Writer
 from tests import forks
 from tests.events import began, of_kind
@@ -77,6 +78,24 @@ def test_the_same_command_continues_a_process_that_was_started_by_hand(phases, t
     assert "attempts    3 (2 ended at a phase), the last from step 8" in said
 
 
+def warned_while_it_saves():
+    """Warn this process while it saves for the first time."""
+    publish = directory.publish
+
+    def warned(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        publish(*args)
+
+    directory.publish = warned
+
+
+def test_a_signal_that_comes_while_the_ranks_save_for_a_phase_ends_the_run(phases, tmp_path):
+    forks.hpclm("train", *SMALL, *phases, f"out={tmp_path}/run", check=85, before=warned_while_it_saves)
+    assert ends(tmp_path / "run") == [("exited", 4)]
+    forks.hpclm("train", tmp_path / "run", check=85)
+    assert ends(tmp_path / "run") == [("exited", 4), ("phase", 8)]
+
+
 def test_a_branch_keeps_the_phases_that_have_been_read_and_may_have_others_later(phases, tmp_path):
     for code in (85, 85, 0):
         forks.hpclm("train", *SMALL, *phases, f"out={tmp_path}/run", check=code)
@@ -105,6 +124,13 @@ def test_python_trains_to_the_end_as_a_process_by_hand_would(phases, tmp_path):
     run = hpclm.train("debug", *SMALL[1:], *phases, out=tmp_path / "b")
     assert run.status == "done" and ends(tmp_path / "b") == ENDS and losses(tmp_path / "b") == losses(tmp_path / "a")
     assert f"{os.getpid()}" == f"{began(tmp_path / 'b')[-1]['pid']}"
+
+
+def test_a_debug_run_goes_through_its_phases_or_does_without_them_where_the_data_are_missing(phases, tmp_path):
+    said = forks.hpclm("submit", "--debug", *SMALL, *phases, f"out={tmp_path}/a", check=0).stderr
+    assert ends(tmp_path / "a-debug") == [("phase", 4), ("stopped", 5)] and "no mistake found" in said
+    forks.hpclm("submit", "--debug", *SMALL, *phases, "data.train=[missing]", f"out={tmp_path}/b", check=0)
+    assert ends(tmp_path / "b-debug") == [("stopped", 5)]
 
 
 @pytest.mark.slow

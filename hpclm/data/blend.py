@@ -57,12 +57,14 @@ def counts(blend_index: BlendIndex, datasets: int, samples: int | None = None) -
     """Number of samples from each dataset among the first ``samples``, or all."""
     found: dict[int, int] = {}
     stop = len(blend_index.which) if samples is None else samples
+    block = 1 << 10
     while stop and len(found) < datasets:  # the last sample of a dataset says how many there are
-        first = max(0, stop - NUMBERS_PER_BLOCK)
+        first = max(0, stop - block)
         which, last = np.unique(blend_index.which[first:stop][::-1], return_index=True)
         for dataset, back in zip(which.tolist(), last.tolist(), strict=True):
             found.setdefault(dataset, int(blend_index.index[stop - 1 - back]) + 1)
         stop = first
+        block = min(2 * block, NUMBERS_PER_BLOCK)
     return [found.get(dataset, 0) for dataset in range(datasets)]
 
 

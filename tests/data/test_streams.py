@@ -11,7 +11,6 @@ from hpclm.config.length import run_length
 from hpclm.config.phases import Timeline
 from hpclm.config.plan import Position
 from hpclm.data import sources
-from hpclm.data.streams import document_order
 from hpclm.preprocess.writer import Writer
 
 SEED = 5
@@ -40,7 +39,9 @@ class Stream:
         self.tokens = []
         self.starts = set()
         for epoch in range(400 // sum(map(len, documents)) + 1):
-            for number in document_order(len(documents), SEED, key, epoch):
+            order = np.arange(len(documents))
+            np.random.RandomState([SEED, epoch, int(key[:8], 16), int(key[8:16], 16)]).shuffle(order)
+            for number in order:
                 self.starts.add(len(self.tokens))
                 self.tokens += documents[number]
 

@@ -97,12 +97,13 @@ def test_a_report_shows_the_phases_and_what_was_read_of_each_dataset(folder):
 
 def test_phases_that_are_added_later_are_those_that_were_known_from_the_start(folder):
     assert train(folder, "later", "stop_at=3") == [0]
-    assert train(folder, "later", "stop_at=7", phases(PHASES[0])) == [0]
+    assert train(folder, "later", "stop_at=7", phases(PHASES[0], "{from: 600, data.train: [b]}")) == [0]
     assert train(folder, "later", phases(*PHASES)) == [85, 85, 0]
     assert losses(folder / "later") == losses(folder / "known")
     log = (folder / "later/log.txt").read_text()
     assert str(folder / "b") in (folder / "later/config.yaml").read_text().split("phases:")[1]
     assert re.search(r"settings have changed since the last attempt: .*data\.phases=\[.*\] \(was \[\]\)", log)
+    assert re.search(r"data\.phases=\[.*\] \(was \[.*'from': 600.*\]\)", log)
 
 
 def test_a_phase_that_has_been_read_cannot_change(folder):

@@ -135,7 +135,9 @@ class DatasetSlice:
             order = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
             return BlockSamples(self.dataset, first, self._blocks, order, self.sampling.eos)
         if self.sampling.packed:
-            shuffle = shuffled(self.per_epoch, requested or self.per_epoch, self.sampling.seed)
+            parameters = self.per_epoch, requested or self.per_epoch, self.sampling.seed
+            key = {"shuffled": [*parameters]}  # JSON
+            shuffle = self.kept(parameters[1], key, lambda: {"order": shuffled(*parameters)})["order"]
             mask = None
             if self.mask is not None:
                 mask = self.mask.flat

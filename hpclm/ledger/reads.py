@@ -1,6 +1,7 @@
 """What the steps of a run have read: samples, and documents of datasets; and which steps have read a document."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpclm.base import files
-from hpclm.base.errors import ConfigError
+from hpclm.base.errors import ConfigError, unread
 from hpclm.checkpoint import directory
 from hpclm.config import RunConfig, compose
 from hpclm.config.length import run_length
@@ -31,6 +32,7 @@ from hpclm.rundir import metrics_file
 FACTS = "ledger.json"
 """A file of the run: facts about the files of its datasets, which would take a second to find out. It may be deleted."""
 OF_SETTINGS = ("tokenizer", "fingerprint", WITHOUT)  # facts that depend on settings
+SECTIONS = re.compile(r"^(?:seed|model|data|batch|budget|optim):.*\n(?:[ #].*\n)*", re.MULTILINE)
 HEX = 16  # digits of a sum of hashes
 
 
@@ -76,7 +78,7 @@ class Ledger:
         self.spans = spans(out)
         if not self.spans:
             raise ConfigError(f"{out} has not trained a step yet")
-        self._configs: dict[tuple[Path, str], RunConfig] = {}
+        self._configs: dict[str, RunConfig] = {}
         self._timelines: dict[Any, Timeline] = {}
         self._sources: dict[str, Source] = {}
         self._samples: dict[Any, Samples] = {}
@@ -85,10 +87,10 @@ class Ledger:
     def timeline(self, span: Span) -> Timeline:
         """The phases of the run by the settings of a span."""
         if span.key not in self._timelines:
-            version = span.out, span.config
-            if version not in self._configs:
-                self._configs[version] = compose.of_run(span.out, [], span.config)
-            self._timelines[span.key] = Timeline(self._configs[version], span.position)
+            text = _text_of_data(span.out / span.config)
+            if text not in self._configs:  # composing settings takes 50 ms, and most versions differ only in others
+                self._configs[text] = compose.of_run(span.out, [], span.config)
+            self._timelines[span.key] = Timeline(self._configs[text], span.position)
         return self._timelines[span.key]
 
     def config(self, span: Span) -> RunConfig:
@@ -257,6 +259,14 @@ class Ledger:
                 exclusion.replace(self.traced(span), number % len(samples), row)
             total += sample_hash(row.astype(np.int64))
         return f"{total % 2**64:0{HEX}x}"
+
+
+def _text_of_data(path: Path) -> str:
+    """The sections of a settings file that decide which samples are read."""
+    try:
+        return "".join(SECTIONS.findall(files.read_text(path)))
+    except OSError as error:
+        raise unread(error, path, "restore it: it says what the run has read") from None
 
 
 def _known_facts(out: Path) -> dict[str, Any]:

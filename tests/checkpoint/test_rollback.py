@@ -141,7 +141,7 @@ def test_the_request_goes_once_all_that_it_asked_for_is_on_the_disk(out):
     def where(*words):
         return [n for n, line in enumerate(lines) if all(word in line for word in words)]
 
-    gone = where("write(", "events.jsonl>")[0]
+    _, gone = where("write(", "events.jsonl>")  # reached, rolled back
     renamed = max(where("rename(", ".rolled-back-step-"))
     assert any(renamed < n < gone for n in where("fsync(", f"<{out}/checkpoints>"))
     archived, cut = (

@@ -12,9 +12,13 @@ from hpclm import config
 from hpclm.base import shipped
 from hpclm.base.extras import EXTRAS
 from hpclm.config import ModelConfig, compose
+from hpclm.config.phases import in_phase
+from hpclm.data.corpus import mixtures_of_phases
 from hpclm.interop.huggingface import families
 from hpclm.interop.huggingface.family import effective
 from hpclm.interop.rules import placements
+from hpclm.launch import debug
+from hpclm.preprocess import command_line
 from hpclm.rundir import config_history
 from tests import twins
 from tests.forks import Ranks, hpclm
@@ -74,8 +78,7 @@ PUBLISHED = {
 }
 """What decides about the network in the config.json of each."""
 BEFORE = {  # kv_heads: null is as many as heads
-    "olmo3-7b": {"context": 8192, "rope.scaling": {}, "rope.window_scaled": True, "attention.kv_heads": None},
-    "smollm3-3b": {"context": 4096, "rope.base": 50000.0},
+    "olmo3-7b": {"attention.kv_heads": None},
     "qwen3-8b": {"context": 4096, "rope.base": 10000.0},
     "olmoe-7b": {
         "attention.kv_heads": None,
@@ -84,7 +87,7 @@ BEFORE = {  # kv_heads: null is as many as heads
     },
     "qwen3-30b-a3b": {"context": 4096, "rope.base": 10000.0, "experts.balance_step": 0.001},
 }
-"""What their last stages, for long contexts, changed, and what config.json does not say."""
+"""What later stages than the preset's, for long contexts, changed, and what config.json does not say."""
 PARAMETERS = {
     "olmo3-7b": 7_298_011_136,
     "smollm3-3b": 3_075_098_624,
@@ -103,7 +106,8 @@ def preset(name, *words):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_network_is_that_of_the_published_model(name):
     transformers = pytest.importorskip("transformers")
-    published, model = PUBLISHED[name], preset(name).model
+    run = preset(name)
+    published, model = PUBLISHED[name], in_phase(run, len(run.data.phases)).model
     imported = ModelConfig.of(families.model_settings(published) | BEFORE.get(name, {}))
     assert effective(imported) == effective(model)
     with torch.device("meta"):
@@ -128,7 +132,9 @@ def of_layers(shapes):
 
 DATASETS = ("data/text_document", "demo/data_text_document", "data/meg-gpt2-oscar-en-10k_text_document")
 DATASETS += ("nist02-32k_text_document", "bin/train", "bin/valid", "test-data-bin/train", "test-data-bin/valid")
-"""What presets read, and under data/ what those read that leave it to their user."""
+"""What presets read, and under data/ what those read that leave it to their user; whole recipes name theirs."""
+RECIPES = ("marin-8b", "olmo3-7b", "smollm3-3b")
+"""The presets with all phases of a published run."""
 COMPILED = ("gpt2-124m", "olmo3-7b", "gpt-13b-3d")
 """One of each engine that is compiled, as it is shipped, on four processes; the kernels of one twin take a CPU more than a minute."""
 SUBMITTED = ("debug", "recipes/megatron-deepspeed")
@@ -139,7 +145,10 @@ SUBMITTED = ("debug", "recipes/megatron-deepspeed")
 def home(tmp_path_factory):
     """A folder with the data of all presets, to start them in."""
     folder = tmp_path_factory.mktemp("presets")
-    for name in DATASETS:
+    of_recipes = {
+        prefix for name in RECIPES for entry in mixtures_of_phases(preset(name).data) for prefix in entry.prefixes
+    }
+    for name in {*DATASETS, *of_recipes}:
         twins.dataset(folder / name)
     return folder
 
@@ -171,6 +180,7 @@ def test_a_twin_trains_on_several_processes(name, processes, home):
     assert used.diff(given).keys() <= changed | {
         "data.prefix",
         "data.train",
+        "data.phases",
         "data.valid",
         "data.split_by",
         *compose.LENGTHS,
@@ -181,7 +191,21 @@ def test_a_twin_trains_on_several_processes(name, processes, home):
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3] and all(math.isfinite(row["loss"]) for row in steps)
     assert steps[0]["batch_size"] == (used.batch.rampup or [used.batch.global_size])[0]
-    assert any("validation_loss" in row for row in rows) == bool(used.evaluate.every)
+    held_out = used.data.valid or not used.data.train
+    assert any("validation_loss" in row for row in rows) == bool(used.evaluate.every and held_out)
     assert (out / "checkpoints/step-00000003").is_dir() == used.checkpoint.enabled
     assert any(out.glob("tensorboard/events*")) == used.log.tensorboard
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_on_data_of_ones_own(name, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Some text. " * 10_000)
+    run, dataset = command_line.planned([name, f"data={text}", f"out={tmp_path / 'run'}"])
+    assert run.data.prefix == str(dataset.prefix)
+    assert (run.data.train, run.data.phases, run.data.order) == ([], [], "mcore")
+    debugged = preset(name, *debug.overrides(preset(name)))
+    assert debugged.data.source == "synthetic" and not debugged.data.phases
+    own = preset(name, "data.train=[mine]", "data.phases=[]")
+    assert own.diff(preset(name)).keys() == {"data.train", "data.phases"}

@@ -12,7 +12,7 @@ from hpclm.config.section import Rule, Section, given, no_effect
 from hpclm.config.setting import setting
 
 _NAMES = (
-    "constant linear cosine inverse_sqrt wsd megatron1_linear megatron1_cosine megatron1_exponential "
+    "constant linear cosine half_cosine inverse_sqrt wsd megatron1_linear megatron1_cosine megatron1_exponential "
     "fairseq_polynomial fairseq_cosine fairseq_inverse_sqrt"
 )
 SCHEDULES = {name: f"hpclm.optim.schedules:{name}" for name in _NAMES.split()}
@@ -88,8 +88,8 @@ class OptimConfig(Section, key="optim"):
     clip: float = setting(1.0, "Maximum global gradient norm; 0: no clipping.", at_least=0)
     schedule: str = setting(
         "cosine",
-        "constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); megatron1_linear, megatron1_cosine, "
-        "megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or "
+        "constant, linear, cosine, inverse_sqrt, wsd (Megatron-core's); half_cosine (OLMo-core's); megatron1_linear, "
+        "megatron1_cosine, megatron1_exponential (v1.1.5's); fairseq_polynomial, fairseq_cosine, fairseq_inverse_sqrt; or "
         "package.module:name (hpclm docs your-own-code).",
         names=SCHEDULES,
     )
@@ -107,9 +107,9 @@ class OptimConfig(Section, key="optim"):
     )
     period: int | None = setting(
         None,
-        "Length of a fairseq_cosine period; null: from the warm-up to the end.",
+        "Length of a period of fairseq_cosine, or of wsd, which then falls and begins again (WSD-S); null: one period to the end.",
         at_least=1,
-        only_with="optim.schedule=fairseq_cosine|own",
+        only_with="optim.schedule=fairseq_cosine|wsd|own",
     )
     restarts: bool = setting(
         False,
@@ -122,8 +122,10 @@ class OptimConfig(Section, key="optim"):
         at_least=1,
         only_with="optim.schedule=wsd|own",
     )
-    wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = setting(
-        "linear", "Shape of wsd's final decay.", only_with="optim.schedule=wsd|own"
+    wsd_style: Literal["linear", "cosine", "exponential", "minus_sqrt", "inverse"] = setting(
+        "linear",
+        "Shape of wsd's final decay; inverse: 1 / learning rate rises linearly (WSD-S).",
+        only_with="optim.schedule=wsd|own",
     )
     guard: Literal["none", "skip_step", "clip_update"] = setting(
         "none",
@@ -196,6 +198,10 @@ class OptimConfig(Section, key="optim"):
             lambda optim: optim.schedule_length is not None and optim.period is not None,
             "{optim.schedule_length} has no effect with {optim.period}",
         ),
+        Rule(
+            lambda optim: optim.wsd_style == "inverse" and not optim.min_lr,
+            "{optim.wsd_style} cannot fall to {optim.min_lr}; set it to more than 0",
+        ),
         Rule(lambda optim: filter(None, [optim.outlasting(None)])),
     )
     warnings: ClassVar[tuple[Rule, ...]] = (
@@ -225,16 +231,16 @@ class OptimConfig(Section, key="optim"):
     def outlasting(self, budget: int | None) -> str | None:
         """A problem if the warm-up and the final decay of wsd overlap, because the learning rate would jump.
 
-        ``budget``: length of the run in ``unit``, if known; schedule_length overrides it.
+        ``budget``: length of the run in ``unit``, if known; schedule_length and period override it.
         """
-        length = budget if self.schedule_length is None else self.schedule_length
+        length = self.period or self.schedule_length or budget
         if self.schedule != "wsd" or length is None:
             return None
         rise = self.warmup or (self.warmup_fraction or 0.0) * length
         decay = self.wsd_decay or max(1, length // 10)
         if rise >= length or rise + decay <= length:  # a run that ends during the warm-up only causes a warning
             return None
-        whole = "the budget" if self.schedule_length is None else "optim.schedule_length"
+        whole = next((f"optim.{name}" for name in ("period", "schedule_length") if getattr(self, name)), "the budget")
         shown = f"optim.wsd_decay={decay}" if self.wsd_decay else f"the final decay of {decay} (a tenth)"
         return (
             f"the warm-up of {rise:g} + {shown} = {rise + decay:g} {self.unit} must be at most {whole}={length}: otherwise the "

@@ -32,11 +32,13 @@ Phase = TypedDict(
         "optim.restarts": bool,
         "optim.wsd_decay": int,
         "optim.wsd_style": str,
+        "optim.weight_decay": float,
         "optim.z_loss": float,
         "batch.global_size": int,
         "model.context": int,
         "model.rope.base": float,
         "model.rope.scaling": dict[str, str],
+        "model.rope.window_scaled": bool,
     },
     total=False,
 )
@@ -44,9 +46,8 @@ Phase = TypedDict(
 OWN = ("from", "again")
 """The entries of a phase that are no settings."""
 SETTINGS = tuple(key for key in Phase.__annotations__ if key not in OWN)
-SHAPE = tuple(
-    key for key in SETTINGS if key.startswith("optim.") and key not in ("optim.lr", "optim.min_lr", "optim.z_loss")
-)
+NO_SHAPE = ("optim.lr", "optim.min_lr", "optim.weight_decay", "optim.z_loss")
+SHAPE = tuple(key for key in SETTINGS if key.startswith("optim.") and key not in NO_SHAPE)
 """The settings of the shape of a schedule, which a phase that names optim.schedule begins anew."""
 IN_PLACE = ("data.train", "optim.lr", "optim.min_lr", *SHAPE)
 """The settings that change while the ranks run; for the others they start again from a checkpoint."""

@@ -37,7 +37,7 @@ class BatchConfig(Section, key="batch"):
     micro_size: int = setting(
         4,
         "Samples per forward and backward pass; auto: the fastest size that fits, which the planner finds at the first "
-        "start; later starts keep it if it divides the batch.",
+        "start; later starts keep it if it divides the batch and model.context is the same.",
         at_least=1,
         auto=0,
         unit="samples",

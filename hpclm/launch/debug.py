@@ -105,7 +105,8 @@ def overrides(config: RunConfig) -> list[str]:
         "cluster.hang_minutes": 0.0,  # a person in the debugger may take any time
     }
     optim = config.optim
-    if optim.schedule == "wsd" and optim.schedule_length is None:  # warm-up and decay may be longer than the budget
+    has_length = optim.period or optim.schedule_length
+    if optim.schedule == "wsd" and not has_length:  # warm-up and decay may be longer than the budget
         share = 1 - (optim.warmup_fraction or 0)
         longest = (math.ceil(2 * steps / share) for steps in (optim.warmup, optim.wsd_decay or 0))
         values["optim.schedule_length"] = max(BUDGET, *longest)

@@ -86,6 +86,11 @@ def cosine(position: float, length: float, optim: OptimConfig) -> float:
     return _between(optim, 0.5 * (math.cos(math.pi * _done(position, length, optim)) + 1.0))
 
 
+def half_cosine(position: float, length: float, optim: OptimConfig) -> float:
+    """Fall along the second half of a cosine, from the middle of lr and min_lr to min_lr (OLMo-core): the rest of a longer schedule."""
+    return _between(optim, 0.5 * (math.cos(math.pi * 0.5 * (1.0 + _done(position, length, optim))) + 1.0))
+
+
 def inverse_sqrt(position: float, length: float, optim: OptimConfig) -> float:
     """lr x sqrt(warmup / position), not below min_lr (Megatron-core)."""
     if position > length:
@@ -94,13 +99,21 @@ def inverse_sqrt(position: float, length: float, optim: OptimConfig) -> float:
 
 
 def wsd(position: float, length: float, optim: OptimConfig) -> float:
-    """Stay at lr, then fall to min_lr over the last ``wsd_decay`` (warm-up, stable, decay; Megatron-core)."""
+    """Stay at lr, then fall to min_lr over the last ``wsd_decay`` (warm-up, stable, decay; Megatron-core).
+
+    With ``period``, each period does so, and the next one begins at lr again (WSD-S; Wen et al. 2024).
+    """
+    if optim.period:
+        length = optim.period
+        position %= length
     if position > length:
         return optim.min_lr
     decay = optim.wsd_decay or max(1.0, length // 10)
     if position <= length - decay:
         return _between(optim, 1.0)
     done = (position - (length - decay)) / decay
+    if optim.wsd_style == "inverse":
+        return 1.0 / ((1.0 - done) / optim.lr + done / optim.min_lr)
     shapes = {
         "linear": 1.0 - done,
         "cosine": 0.5 * (math.cos(math.pi * done) + 1.0),

@@ -54,7 +54,7 @@ def with_micro_size_for(kind: Kind | None, config: RunConfig, context: Distribut
     smallest = replace(kind, memory=-memory) if kind and memory else None
 
     def chosen() -> int:
-        kept = config_history.micro_size(Path(config.out))
+        kept = config_history.micro_size(Path(config.out), config.model.context)
         if kept and _divides(config, kept, context.size):
             log.info("batch.micro_size=auto: %d, as before", kept)
             return kept

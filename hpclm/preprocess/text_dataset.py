@@ -90,7 +90,11 @@ class NamedDataset:
 
     def settings(self, run: RunConfig) -> list[str]:
         """The settings of ``run`` to train on this dataset; without data.split if it has not been written."""
-        lists = [f"data.{name}=[]" for name in LISTS if getattr(run.data, name)]  # set by the file or preset
+        lists = [
+            f"data.{name}=[]" for name in (*LISTS, "phases") if getattr(run.data, name)
+        ]  # set by the file or preset
+        if run.data.order == "per_dataset":
+            lists.append("data.order=mcore")
         return ["data.source=indexed", *lists, *self._settings(run), *self.divided]
 
     def _settings(self, run: RunConfig) -> list[str]:

@@ -59,10 +59,14 @@ def keep_list(out: Path, name: str, text: str) -> str:
     return f"{HISTORY}/{name}"
 
 
-def micro_size(out: Path) -> int | None:
-    """The batch.micro_size of the last attempt in the run directory ``out``; None if it is unknown."""
-    size = runs.read_run(out).attempt.get("micro_size")
-    return int(size) if size else None
+def micro_size(out: Path, context: int | None = None) -> int | None:
+    """The batch.micro_size of the last attempt in the run directory ``out``; None if it is unknown, or if the attempt had another
+    model.context than ``context``."""
+    attempt = runs.read_run(out).attempt
+    size = attempt.get("micro_size")
+    if not size or context not in (None, attempt.get("context", context)):
+        return None
+    return int(size)
 
 
 def split_by(out: Path) -> Literal["documents", "tokens"] | None:

@@ -60,7 +60,8 @@ FIELDS: dict[str, Kind] = {
     # began
     **dict.fromkeys(("launcher", "after", "git", "digest", "without"), str),
     **dict.fromkeys(
-        ("from_step", "samples", "planned", "size", "pid", "restart", "back_to", "micro_size", "attempts"), int
+        ("from_step", "samples", "planned", "size", "pid", "restart", "back_to", "micro_size", "context", "attempts"),
+        int,
     ),
     "hosts": list,
     "began": float,

@@ -278,6 +278,8 @@ def begin_attempt(
     begin = data.begin
     facts: dict[str, Any] = {"from_step": begin.step, "steps": data.length.steps, "micro_size": data.plan.micro_size}
     facts |= {"samples": begin.samples, "planned": begin.planned}  # on which the order of the samples depends
+    timeline = data.timeline
+    facts["context"] = timeline.settings[timeline.phase(begin.samples)].model.context
     if begin.phases:
         facts["phases"] = [asdict(reading) for reading in begin.phases]
     exclusion = data.train.exclusion

@@ -119,6 +119,7 @@ def test_a_schedule_may_be_shorter_or_longer_than_the_budget(length, rates):
         "cosine": 0.55,
         "exponential": 0.1 + 0.9 * (2**0.5 - 1),
         "minus_sqrt": 0.1 + 0.9 * (1 - 0.5**0.5),
+        "inverse": 1 / (0.5 / 1.0 + 0.5 / 0.1),
     }.items(),
 )
 def test_wsd_stays_and_then_falls(style, middle):
@@ -133,7 +134,20 @@ def test_wsd_falls_over_the_last_tenth_unless_told_otherwise():
     assert [learning_rate(at, 1, 100, optim) for at in (90, 95, 100, 101)] == [1.0, 0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "inverse_sqrt", "wsd", "fairseq_polynomial"])
+def test_periods_of_wsd_each_fall_and_begin_again_at_the_peak():
+    optim = OptimConfig(lr=1.0, min_lr=0.1, schedule="wsd", period=50, wsd_decay=10, warmup=20)
+    rates = [learning_rate(at, 1, 1000, optim) for at in (10, 20, 40, 45, 50, 60, 90, 95, 100)]
+    assert rates == pytest.approx([0.55, 1.0, 1.0, 0.55, 1.0, 1.0, 1.0, 0.55, 1.0])
+
+
+def test_the_second_half_of_a_cosine_goes_on_where_the_first_stopped():
+    whole = OptimConfig(lr=1.0, min_lr=0.1, schedule="cosine")
+    rest = OptimConfig(lr=1.0, min_lr=0.1, schedule="half_cosine")
+    for at in (0, 10, 35, 50, 60):
+        assert learning_rate(at, 1, 50, rest) == pytest.approx(learning_rate(at + 50, 1, 100, whole))
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "half_cosine", "inverse_sqrt", "wsd", "fairseq_polynomial"])
 def test_a_run_that_goes_on_after_its_schedule_stays_at_the_lowest_rate(name):
     optim = OptimConfig(lr=1.0, min_lr=0.25, warmup=10, schedule=name)
     assert [learning_rate(at, 1, 100, optim) for at in (101, 1000)] == [0.25, 0.25]
@@ -171,7 +185,7 @@ def test_a_schedule_of_ones_own_is_a_function():
 
 
 @pytest.mark.parametrize(
-    "schedule", ["linear", "cosine", "wsd", "fairseq_cosine", "fairseq_polynomial", "megatron1_cosine"]
+    "schedule", ["linear", "cosine", "half_cosine", "wsd", "fairseq_cosine", "fairseq_polynomial", "megatron1_cosine"]
 )
 def test_no_schedule_fails_at_the_end_or_past_it(schedule):
     optim = OptimConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup=10)

@@ -65,8 +65,10 @@ def test_a_run_keeps_the_number_it_started_with(tmp_path):
     first = fit.with_micro_size_for(H200, run, context)
     assert first.batch.micro_size == 16
     compose.dump(first, tmp_path / "config.yaml")
-    note(tmp_path, "began", from_step=0, micro_size=16)
+    note(tmp_path, "began", from_step=0, micro_size=16, context=run.model.context)
     assert fit.with_micro_size_for(H100, run, context).batch.micro_size == 16
+    longer = replace(run, model=replace(run.model, context=16384))  # as in a later phase
+    assert fit.with_micro_size_for(H100, longer, context).batch.micro_size == 1
     other = replace(run, batch=replace(run.batch, global_size=24))  # 16 does not divide it
     assert fit.with_micro_size_for(H100, other, context).batch.micro_size == 8
 

@@ -8,7 +8,9 @@ from nbconvert.preprocessors import ExecutePreprocessor
 from tests.events import began
 from tests.runs import PATIENCE, ROOT
 
-TINY = '"small", {"model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16}, "engine.device": "cpu"}'
+TINY = (
+    '"small", {"model": {"layers": 1, "hidden": 16, "attention": {"heads": 2}, "context": 16}, "engine.device": "cpu"}'
+)
 COMMAND = "hpclm.train in a notebook"
 
 

@@ -26,6 +26,7 @@ def run(tiny, tmp_path):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_document_is_found_by_its_number_and_by_its_text(run, tmp_path, capsys):
     prefix = tmp_path / "d_text_document"
     (tmp_path / "text.txt").write_text(TEXTS[13] + "\n")
@@ -74,11 +75,13 @@ def test_a_document_is_found_by_its_number_and_by_its_text(run, tmp_path, capsys
     assert "1 step read other tokens than the datasets have now: 5" in said("--verify", "--step", "5", code=64)
 
 
+@pytest.mark.slow
 def test_it_needs_no_pytorch(run):
     code = f"import sys; from hpclm import cli; cli.main(['ledger', {str(run)!r}, '--document', '3']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.slow
 def test_data_without_documents_are_refused_by_name(tiny, tmp_path, capsys):
     forks.hpclm("train", *tiny("run", "budget.steps=2"), check=0)
     assert cli.main(["ledger", str(tmp_path / "run"), "--document", "3"]) == 64

@@ -137,14 +137,14 @@ class Timeline:
                 f"data.phases has {len(self.settings) - 1} phases, but {len(begins) - 1} have been read, which must not change"
             )
         here = self._here(begins[-1], len(begins) - 1)
-        for phase in range(len(begins), len(self.settings)):
+        known = len(begins)
+        for phase in range(known, len(self.settings)):
             wanted = self.run.data.phases[phase - 1]["from"]
             before = self.settings[phase - 1]
             context = before.model.context
             plan = before.plan(before.parallel.smallest)
             target = here.samples - (here.tokens - wanted) // context
-            first = phase == len(self.position.read or begins)
-            if first and wanted <= here.tokens - plan.batch_size(here.samples) * context:
+            if phase == known and wanted <= here.tokens - plan.batch_size(here.samples) * context:
                 raise ConfigError(
                     f"data.phases: a phase from {wanted:,} tokens on cannot begin any more, because {here.tokens:,} tokens have been read; "
                     "let it begin there, or go back to an earlier checkpoint (--from STEP)"

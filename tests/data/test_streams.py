@@ -203,6 +203,13 @@ def test_a_phase_in_the_past_is_refused():
         _ = Timeline(run, Position(6, 12)).begins
 
 
+def test_a_long_step_may_pass_the_beginning_of_several_phases():
+    words = [*COMMON, "data.train=[a]", "batch.global_size=2", "model.context=4", "budget.steps=20"]
+    phases = "{from: 8, batch.global_size: 8}, {from: 9, batch.global_size: 1}, {from: 20, optim.lr: 1e-3}"
+    run = config.load(None, [*words, f"data.phases=[{phases}]"])
+    assert [begin.tokens for begin in Timeline(run).begins] == [0, 8, 40, 40]
+
+
 def test_a_dataset_is_not_read_more_often_than_data_max_epochs_allows(documents):
     folder, _ = documents
     words = [*COMMON, f"data.train=[1, {folder / 'a'}, 1, {folder / 'c'}]", "batch.global_size=2", "model.context=4"]

@@ -141,12 +141,16 @@ class TrainingLoop:
 
     def attempt_ends(self, progress: Progress) -> bool:
         """Whether the settings end the attempt after this step."""
-        interval = due(self.config.exit_interval or 0, progress) and progress.step > self.run.data.begin.step
-        return self.finished(progress) or interval or self.phase_ends(progress)
+        return self.finished(progress) or self.interval_ends(progress) or self.phase_ends(progress)
+
+    def interval_ends(self, progress: Progress) -> bool:
+        """Whether exit_interval ends the attempt after this step."""
+        return due(self.config.exit_interval or 0, progress) and progress.step > self.run.data.begin.step
 
     def phase_ends(self, progress: Progress) -> bool:
         """Whether the ranks have to start again for the next step, because it is in a phase with another network or batch."""
-        return progress.samples == self.run.data.ends_before and not self.finished(progress)
+        ends = progress.samples == self.run.data.ends_before
+        return ends and not (self.finished(progress) or self.interval_ends(progress))
 
     def finished(self, progress: Progress) -> bool:
         """Whether the run has used up its budget, or reached stop_at."""

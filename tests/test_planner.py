@@ -32,6 +32,14 @@ def test_parts_add_up_and_every_figure_is_there(capsys):
     assert re.search(r"[\d,]+ tokens/s, [\d,]+ of each GPU: MFU [\d.]+%, HFU [\d.]+%", text)
 
 
+def test_the_phase_with_the_longest_samples_is_planned(capsys):
+    phases = "data.phases=[{from: 1e9, model.context: 8192}, {from: 2e9, model.context: 2048}]"
+    words = [LLAMA, "data.source=indexed", "data.order=per_dataset", "data.train=[a]", "batch.micro_size=1"]
+    text = output(*words, phases, capsys=capsys)
+    assert text.startswith("phase 1 of data.phases, which has the longest samples:\n")
+    assert text.partition("\n")[2] == output(*words, "model.context=8192", capsys=capsys)
+
+
 def test_json_says_the_same_in_bytes_and_seconds(capsys):
     pipeline = (
         "parallel.pipeline=4",

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from hpclm.base.errors import ConfigError, ExitCode
@@ -38,11 +39,15 @@ def main(
         rows = {path: {"error": str(p)} if isinstance(p, ConfigError) else tables.facts(p) for path, p in plans.items()}
         _show(rows if as_json else None, tables.comparison(plans, gpus_kind))
         return 0
-    run, _ = command_line.planned(settings, typed)
+    whole, _ = command_line.planned(settings, typed)
+    phase, run = tables.longest_phase(whole)
     if not suggest_layouts:
         run = tables.with_micro_size(run, kind)
         expected = forecast.predict(run, kind)
-        _show(tables.facts(expected) if as_json else None, tables.report(run, expected, gpus_kind))
+        lines = tables.report(run, expected, gpus_kind)
+        if whole.data.phases:
+            lines = chain([f"phase {phase} of data.phases, which has the longest samples:"], lines)
+        _show(tables.facts(expected) if as_json else None, lines)
         return 0
     best = suggest.ranked(run, kind)
     shown = [{"settings": one.options, **tables.facts(one.forecast)} for one in best[: tables.SHOWN]]

@@ -6,6 +6,7 @@ from typing import Any
 
 from hpclm.base.errors import ConfigError
 from hpclm.config import RunConfig
+from hpclm.config.phases import Timeline
 from hpclm.model import count
 from hpclm.node import environment
 from hpclm.node.gpus import Kind, kind_named
@@ -27,11 +28,16 @@ def with_micro_size(run: RunConfig, kind: Kind) -> RunConfig:
         return replace(run, batch=replace(run.batch, micro_size=1))
 
 
+def longest_phase(run: RunConfig) -> tuple[int, RunConfig]:
+    """The phase with the longest samples, which need the most memory: its number, 0 for the one before data.phases, and its settings."""
+    return max(enumerate(Timeline(run).settings), key=lambda item: item[1].model.context)
+
+
 def on_its_gpus(settings: Sequence[str], kind: Kind) -> Forecast | ConfigError:
     """The forecast of a run on its GPUs. If its settings have no number of GPUs, on the smallest of GPUS where it fits."""
     outcome: Forecast | ConfigError | None = None
     try:
-        run = environment.settings_with_site(settings)
+        _, run = longest_phase(environment.settings_with_site(settings))
     except ConfigError as error:
         return error
     for nodes, gpus in GPUS if (run.job.nodes, run.job.gpus) == (1, 1) else [(run.job.nodes, run.job.gpus)]:

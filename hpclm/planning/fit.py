@@ -54,7 +54,9 @@ def with_micro_size_for(kind: Kind | None, config: RunConfig, context: Distribut
     smallest = replace(kind, memory=-memory) if kind and memory else None
 
     def chosen() -> int:
-        kept = config_history.micro_size(Path(config.out), config.model.context)
+        # a phase with longer samples may need a smaller size, unless results depend on the size
+        length = None if config.model.experts.balance_micro_batch else config.model.context
+        kept = config_history.micro_size(Path(config.out), length)
         if kept and _divides(config, kept, context.size):
             log.info("batch.micro_size=auto: %d, as before", kept)
             return kept

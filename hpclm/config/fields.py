@@ -75,7 +75,8 @@ def type_text(kind: Any) -> str:
         list: "a list of mappings",
         dict: "a mapping of names to values",
     }
-    text = WORDS.get(inner) or others.get(typing.get_origin(inner), str(inner))
+    origin = dict if typing.is_typeddict(inner) else typing.get_origin(inner)
+    text = WORDS.get(inner) or others.get(origin, str(inner))
     if inner is not kind:
         text += " or null"
     return text

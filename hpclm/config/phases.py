@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, TypedDict
 
 from hpclm.base.errors import ConfigError
+from hpclm.base.terminal import many
 from hpclm.config.checks import typed
 from hpclm.config.plan import Position, Reading
 from hpclm.config.section import build_section, default_of, leaves
@@ -134,7 +135,7 @@ class Timeline:
         begins = list(self.position.read or (Reading(),))
         if len(begins) > len(self.settings):
             raise ConfigError(
-                f"data.phases has {len(self.settings) - 1} phases, but {len(begins) - 1} have been read, which must not change"
+                f"data.phases has {many(len(self.settings) - 1, 'phase')}, but {len(begins) - 1} have been read, which must not change"
             )
         here = self._here(begins[-1], len(begins) - 1)
         known = len(begins)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpclm.preprocess.writer import Writer
+from tests.events import began
 from tests.forks import Ranks, hpclm
 
 RUN = [
@@ -113,7 +114,7 @@ def test_a_phase_that_has_been_read_cannot_change(folder):
     said = re.search(r"data\.phases\[1\] has been read: it was (.*) and is now (.*)", ended.stderr)
     assert "model.rope.base: 50000" in said[1] and "model.rope.base: 60000" in said[2]
     ended = hpclm("train", "changed", phases(PHASES[0]), cwd=folder)
-    assert ended.returncode == 64 and "data.phases has 1 phases, but 3 have been read" in ended.stderr
+    assert ended.returncode == 64 and "data.phases has 1 phase, but 3 have been read" in ended.stderr
 
 
 def test_a_branch_has_other_phases_from_its_step_on(folder):
@@ -131,6 +132,22 @@ def test_a_branch_has_other_phases_from_its_step_on(folder):
     last = rows(folder / "branch")[-2]
     assert (last["step"], last["samples"], last["phase"]) == (18, 72, 2)
     assert "settings have changed" not in (folder / "branch/log.txt").read_text()
+
+
+def test_exit_interval_ends_a_run_at_the_end_of_a_phase(folder):
+    assert train(folder, "interval", phases(*PHASES), "exit_interval=8") == [0]
+    assert [attempt["from_step"] for attempt in began(folder / "interval")] == [0]
+    assert train(folder, "interval", phases(*PHASES), "exit_interval=null") == [85, 0]
+    assert losses(folder / "interval") == losses(folder / "known")
+
+
+def test_longer_samples_have_a_micro_batch_of_their_own(folder):
+    """An automatic size that fits short samples may not fit long ones."""
+    words = ["batch.micro_size=auto", "batch.global_size=512", "budget.steps=3", "evaluate.every=0"]
+    assert train(folder, "auto", *words, phases("{from: 1, model.context: 32}"), "exit_interval=2") == [85, 0]
+    assert train(folder, "auto", *words, phases("{from: 1, model.context: 32}"), "exit_interval=null") == [0]
+    sizes = [attempt["micro_size"] for attempt in began(folder / "auto")]
+    assert sizes == [256, 128, 128]
 
 
 def test_two_processes_and_stops_read_the_same(folder):

@@ -43,7 +43,7 @@ def test_a_change_of_the_schedule_is_said_with_both_numbers(changes, said, tiny,
     assert cli.main(["train", *tiny("run", "stop_at=8")]) == 0
     capsys.readouterr()
     assert cli.main(["train", *tiny("run", *changes)]) == 0
-    [line] = [line for line in capsys.readouterr().err.splitlines() if "settings differ from the last attempt" in line]
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "settings changed since the last attempt: the " in line]
     before, after = map(float, re.search(said, line).groups())
     assert before != after
     rows = [json.loads(line) for line in lines(tmp_path / "run/metrics.jsonl")]
@@ -56,7 +56,7 @@ def test_nothing_is_said_where_the_schedule_stays(changes, tiny, capsys):
     constant = ["optim.schedule=constant"] if "budget.steps=40" in changes else []
     assert cli.main(["train", *tiny("run", *constant, "stop_at=8")]) == 0
     assert cli.main(["train", *tiny("run", *constant, *changes)]) == 0
-    assert "settings differ from the last attempt" not in capsys.readouterr().err
+    assert "settings changed since the last attempt: the " not in capsys.readouterr().err
 
 
 SAMPLES = ["budget.steps=null", "budget.samples=160"]

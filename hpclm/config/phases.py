@@ -89,7 +89,7 @@ def problems(run: Any) -> Iterator[str]:
     if not run.data.phases:
         return
     own = set(build_section(type(run), _values(run, 0), ())[1])
-    before = 0
+    before = run.batch.rampup[2] * run.model.context if run.batch.rampup else 0
     for number, entry in enumerate(run.data.phases, 1):
         said = f"data.phases: {typed(entry)}"
         unknown = [key for key in entry if key not in Phase.__annotations__]
@@ -98,7 +98,8 @@ def problems(run: Any) -> Iterator[str]:
             yield f"{said}: {', '.join(unknown)} cannot change in a phase; from, again, {', '.join(SETTINGS)} can"
             return
         if begin is None or begin <= before:
-            yield f"{said} needs from, the number of tokens after which the phase begins, more than {before:,}"
+            reason = ", the end of batch.rampup" if run.batch.rampup and number == 1 else ""
+            yield f"{said} needs from, the number of tokens after which the phase begins, more than {before:,}{reason}"
             return
         before = begin
         if len(entry) == 1 + ("again" in entry and not entry["again"]):

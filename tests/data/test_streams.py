@@ -210,6 +210,20 @@ def test_a_long_step_may_pass_the_beginning_of_several_phases():
     assert [begin.tokens for begin in Timeline(run).begins] == [0, 8, 40, 40]
 
 
+def test_a_phase_begins_after_the_ramp_of_the_batch():
+    words = [
+        *COMMON,
+        "data.train=[a]",
+        "batch.global_size=6",
+        "batch.rampup=[2,2,8]",
+        "model.context=4",
+        "budget.steps=20",
+    ]
+    config.load(None, [*words, "data.phases=[{from: 33, optim.lr: 1e-3}]"])
+    with pytest.raises(ConfigError, match=r"phase begins, more than 32, the end of batch\.rampup"):
+        config.load(None, [*words, "data.phases=[{from: 32, optim.lr: 1e-3}]"])
+
+
 def test_a_dataset_is_not_read_more_often_than_data_max_epochs_allows(documents):
     folder, _ = documents
     words = [*COMMON, f"data.train=[1, {folder / 'a'}, 1, {folder / 'c'}]", "batch.global_size=2", "model.context=4"]

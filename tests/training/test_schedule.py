@@ -43,7 +43,9 @@ def test_a_change_of_the_schedule_is_said_with_both_numbers(changes, said, tiny,
     assert cli.main(["train", *tiny("run", "stop_at=8")]) == 0
     capsys.readouterr()
     assert cli.main(["train", *tiny("run", *changes)]) == 0
-    [line] = [line for line in capsys.readouterr().err.splitlines() if "settings changed since the last attempt: the " in line]
+    [line] = [
+        line for line in capsys.readouterr().err.splitlines() if "settings changed since the last attempt: the " in line
+    ]
     before, after = map(float, re.search(said, line).groups())
     assert before != after
     rows = [json.loads(line) for line in lines(tmp_path / "run/metrics.jsonl")]

@@ -29,7 +29,7 @@ def main(
 ) -> int:
     """Print what was asked for; by default, the attempts of the run."""
     if sum([document is not None, text is not None, verify or step is not None]) > 1:
-        raise UsageError("choose one of --document, --text, and --step or --verify")
+        raise UsageError("choose one of --document, --text, and --at or --verify")
     log.setup()  # an index that must be made first takes a while
     from hpclm.ledger.reads import Ledger
 
@@ -166,12 +166,12 @@ def parser() -> Parser:
     )
     options.add_run()
     add = options.add_argument
-    add("--step", type=whole(1), metavar="N", help="show the documents that step N read")
+    add("--at", dest="step", type=whole(1), metavar="N", help="show the documents that step N read")
     text = "show the steps that read the documents D of the dataset PREFIX, numbered from 0, and the newest checkpoint before each"
     add("--document", type=paths.option, nargs="+", metavar="[PREFIX:]D", help=text)
     text = "the same for the document with the text of FILE; needs hpclm data index PREFIX"
     add("--text", type=paths.option_path, metavar="FILE", help=text)
-    text = "read the samples of all steps, or of --step, again, and compare their hash with the one in metrics.jsonl"
+    text = "read the samples of all steps, or of --at, again, and compare their hash with the one in metrics.jsonl"
     add("--verify", action="store_true", help=text)
     options.add_json("print JSON, one object per line")
     return options

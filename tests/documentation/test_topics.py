@@ -64,7 +64,7 @@ FOUND = {
     ("callback",): (["your-own-code"], "settings (hpclm docs train.callbacks explains it)"),
     ("early stopping",): (["your-own-code"], "A callback, early stopping"),
     ("freeze",): (["finetune"], "Freeze weights"),
-    ("ema",): (["reliability"], "(EMA, Lookahead): hpclm makes none"),
+    ("ema",): (["generate"], "keeps an exponential moving average of the weights (EMA)"),
     ("status",): (["commands"], "hpclm help status shows the options of this command."),
     ("momentum",): (
         [],

@@ -44,7 +44,7 @@ def test_a_document_is_found_by_its_number_and_by_its_text(run, tmp_path, capsys
         str(run / "checkpoints" / f"step-{(steps[0] - 1) // 4 * 4:08}") if steps[0] > 4 else None
     )
     for step in range(1, 13):
-        parts = [json.loads(line) for line in said("--step", str(step), "--json").splitlines()]
+        parts = [json.loads(line) for line in said("--at", str(step), "--json").splitlines()]
         assert sum(part["tokens"] for part in parts) == 8 * 17
         assert (step in steps) == any(part["document"] == 13 for part in parts)
     make = f"hpclm data index {prefix}"
@@ -62,7 +62,7 @@ def test_a_document_is_found_by_its_number_and_by_its_text(run, tmp_path, capsys
     assert f"has read {prefix}: give PREFIX:DOCUMENT, because other is none of them" in said(
         "--document", "other:3", code=64
     )
-    assert "has trained steps 1 to 12; it has no step 13" in said("--step", "13", code=64)
+    assert "has trained steps 1 to 12; it has no step 13" in said("--at", "13", code=64)
     assert json.loads(said("--json"))["steps"] == "1-12"
 
     assert "12 steps read the tokens that the datasets have" in said("--verify")
@@ -72,7 +72,7 @@ def test_a_document_is_found_by_its_number_and_by_its_text(run, tmp_path, capsys
         file.seek(0)
         tokens.tofile(file)
     assert "read other tokens than the datasets have now: 1-12" in said("--verify", code=64)
-    assert "1 step read other tokens than the datasets have now: 5" in said("--verify", "--step", "5", code=64)
+    assert "1 step read other tokens than the datasets have now: 5" in said("--verify", "--at", "5", code=64)
 
 
 @pytest.mark.slow

@@ -100,11 +100,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     planned = after.pop("data.phases", [])
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return [
-        *(
-            f"data.phases[{number}] has been read: it was {typed(old)} and is now {typed(new)}"
-            for number, (old, new) in enumerate(zip_longest(read, planned[: len(read)]))
-            if old != new
-        ),
+        *_phases(read, planned[: len(read)]),
         *(
             f"{key} was {typed(before.get(key))} and is now {typed(after.get(key))}{WHY.get(key, '')}"
             for key in changed
@@ -112,6 +108,17 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         ),
         *_datasets(before.get("data.datasets") or [], after.get("data.datasets") or []),
     ]
+
+
+def _phases(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:
+    """The differences between the phases that have been read, one sentence each."""
+    for number, (old, new) in enumerate(zip_longest(before, after, fillvalue={})):
+        for key in {**old, **new}:
+            if old.get(key) != new.get(key):
+                change = f"was {typed(old.get(key))} and is now {typed(new.get(key))}"
+                if key == "data.train":
+                    change = "has other datasets or weights"
+                yield f"data.phases[{number}] has been read: {key} {change}"
 
 
 def _datasets(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:

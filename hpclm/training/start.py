@@ -177,12 +177,13 @@ class Check(NamedTuple):
 
 def _check_plan(start: RunStart) -> None:
     job = start.run.job
-    try:
-        for phase in range(len(start.run.data.phases) + 1):
+    for phase in range(len(start.run.data.phases) + 1):
+        try:
             in_phase(start.run, phase).plan(start.processes)
-    except ConfigError as error:
-        hint = f"; this job has job.nodes={job.nodes} x job.gpus={job.gpus} = {start.processes} processes"
-        raise ConfigError(problem + hint for problem in error.problems) from None
+        except ConfigError as error:
+            where = f"data.phases[{phase - 1}]: " if phase else ""
+            hint = f"; this job has job.nodes={job.nodes} x job.gpus={job.gpus} = {start.processes} processes"
+            raise ConfigError(where + problem + hint for problem in error.problems) from None
 
 
 def _check_events(start: RunStart) -> None:

@@ -105,8 +105,8 @@ def test_a_branch_keeps_the_phases_that_have_been_read_and_may_have_others_later
         return forks.hpclm("branch", *words, check=check).stderr
 
     longer = "{from: 256, model.context: 32}"
-    shown = "error: data.phases[0] has been read: it was {from: 256, model.context: 32} and is now"
-    assert f"{shown} {{from: 256, model.context: 64}}" in branch("b", 8, "{from: 256, model.context: 64}", check=64)
+    shown = "data.phases[0] has been read: model.context was 32 and is now"
+    assert f"{shown} 64" in branch("b", 8, "{from: 256, model.context: 64}", check=64)
     assert f"{shown} null" in branch("b", 8, "", check=64)
     early = f"{longer}, {{from: 600, optim.lr: 1e-4, optim.min_lr: 0}}"
     assert "a phase from 600 tokens on cannot begin any more" in branch("b", 8, early, check=64)

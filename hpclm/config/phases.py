@@ -43,9 +43,9 @@ Phase = TypedDict(
     },
     total=False,
 )
-"""An entry of data.phases: the settings that a phase may change, and from which token on."""
+"""An entry of data.phases: the number of tokens before the phase, and the settings that it may change."""
 OWN = ("from", "again")
-"""The entries of a phase that are no settings."""
+"""The entries of a phase that are not settings."""
 SETTINGS = tuple(key for key in Phase.__annotations__ if key not in OWN)
 NO_SHAPE = ("optim.lr", "optim.min_lr", "optim.weight_decay", "optim.z_loss")
 SHAPE = tuple(key for key in SETTINGS if key.startswith("optim.") and key not in NO_SHAPE)
@@ -188,6 +188,6 @@ class Timeline:
         return phase > 0 and any(key not in IN_PLACE for key in changes(self.run, phase))
 
     def next_restart(self, samples: int) -> int:
-        """The first phase after ``samples`` samples for which the ranks have to start again; the number of phases without one."""
+        """The first phase after ``samples`` samples that needs another start of the ranks; the number of phases without one."""
         later = range(self.phase(samples) + 1, len(self.begins))
         return next((phase for phase in later if self.restarts(phase)), len(self.begins))

@@ -172,7 +172,7 @@ class Corpus:
                 )
 
     def in_phases(self, timeline: Timeline, end: int) -> PhasedSamples:
-        """The training samples of a run until sample ``end``, or until a phase for which the ranks start again."""
+        """The training samples of a run until sample ``end``, or until a phase that needs another start of the ranks."""
         self.check_phases(timeline, end)
         position = timeline.position
         first = max(len(position.read) - 1, 0)

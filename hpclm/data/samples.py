@@ -95,7 +95,7 @@ class PackedSamples:
         row[filled:] = PADDING
 
     def pieces(self, index: int) -> Iterator[Piece]:
-        """See Traceable."""
+        """The pieces of sample ``index``; see Traceable."""
         shuffle, starts, documents, sizes, pointers = self._columns
         at = 2 * shuffle[index]
         place, offset, last, end = starts[at : at + 4]
@@ -112,7 +112,7 @@ class PackedSamples:
             offset = 0
 
     def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
-        """See Traceable."""
+        """The samples that read these tokens; see Traceable."""
         shuffle, starts, documents, sizes, pointers = self._columns
         first = max(0, bisect_right(pointers, begin * self._width) - 1)
         last = bisect_left(pointers, end * self._width)
@@ -162,14 +162,14 @@ class BlockSamples:
         row[1 + end - begin :] = PADDING
 
     def pieces(self, index: int) -> Iterator[Piece]:
-        """See Traceable."""
+        """The pieces of sample ``index``; see Traceable."""
         block = self._order[index]
         at = int(self._fresh[block])
         begin = self._bounds[2 * block] - 1 + at
         yield Piece(at, 0, self._first + begin, self._bounds[2 * block + 1] - begin)
 
     def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
-        """See Traceable."""
+        """The samples that read these tokens; see Traceable."""
         firsts = self._blocks.bounds[:, 0] - 1 + self._blocks.fresh
         reads = (firsts < end - self._first) & (self._blocks.bounds[:, 1] > begin - self._first)
         return positions(np.asarray(self._order), np.flatnonzero(reads))
@@ -218,7 +218,7 @@ class DocumentSamples:
         documents[filled:] = number
 
     def pieces(self, index: int) -> Iterator[Piece]:
-        """See Traceable."""
+        """The pieces of sample ``index``; see Traceable."""
         sample = self._order[index]
         at = 0
         for piece in range(self._bounds[sample], self._bounds[sample + 1]):
@@ -226,7 +226,7 @@ class DocumentSamples:
             at += self._sizes[piece]
 
     def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
-        """See Traceable."""
+        """The samples that read these tokens; see Traceable."""
         starts, sizes, bounds = self._packing.starts, self._packing.sizes, self._packing.bounds
         longest = int(sizes.max(initial=0))
         near = between(starts, begin - longest + 1, end)
@@ -259,13 +259,13 @@ class BlendedSamples:
         self._parts[self._which[index]].read_documents(self._index[index], documents, counted)
 
     def pieces(self, index: int) -> Iterator[Piece]:
-        """See Traceable."""
+        """The pieces of sample ``index``; see Traceable."""
         which = self._which[index]
         for piece in self._parts[which].pieces(self._index[index]):
             yield piece._replace(dataset=which)
 
     def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
-        """See Traceable."""
+        """The samples that read these tokens; see Traceable."""
         return occurrences(np.asarray(self._which), dataset, self._parts[dataset].find(0, begin, end))
 
 

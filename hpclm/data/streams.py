@@ -1,7 +1,7 @@
-"""The order of data.order=per_dataset, in which a phase goes on where the one before stopped.
+"""The order of data.order=per_dataset: a phase continues where the one before stopped.
 
 Each dataset is an endless stream of tokens: epoch after epoch, its documents in an order that only the seed, the dataset's tokens and the
-number of the epoch decide. A phase begins at a place in each stream, and its blend says from which stream the next sample comes. A
+number of the epoch decide. A phase begins at a place in each stream, and its blend chooses the stream of each sample. A
 sample is the next S + 1 tokens (S = model.context), and its last token is the first of the next sample from that stream. So neither
 the length of a phase nor a later phase changes what has been read.
 
@@ -27,7 +27,7 @@ from hpclm.data.splits import DatasetSlice, Split
 
 EPOCHS_OPEN = 4  # orders of a stream that are kept open
 State = Sequence[int]
-"""Of a dataset that a run reads: the position in its stream, the samples and tokens read, and the context of the last sample."""
+"""How much has been read of a dataset: the position in its stream, the samples, the tokens, and the context of the last sample."""
 
 
 def document_order(documents: int, seed: int, key: str, epoch: int) -> NDArray[np.integer]:
@@ -128,14 +128,14 @@ class StreamSamples:
             filled += size
 
     def pieces(self, index: int) -> Iterator[Piece]:
-        """See Traceable."""
+        """The pieces of sample ``index``; see Traceable."""
         at = 0
         for begin, size in self.stream.pieces(self.start + index * self.context, self.context + 1):
             yield Piece(at, 0, begin, size)
             at += size
 
     def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
-        """See Traceable."""
+        """The samples that read these tokens; see Traceable."""
         found = [np.empty(0, np.int64)]
         last = self.start + self.count * self.context + 1
         for low, high in self.stream.positions(begin, end, self.start, last):
@@ -195,7 +195,7 @@ def stretch(split: Split, streams: Sequence[Stream], begin: Reading, count: int,
 
 
 class PhasedSamples:
-    """The samples of a run, from the phase that it has read last to its end or to a phase for which the ranks start again."""
+    """The samples of a run, from the phase that it has read last to its end, or to a phase that needs another start of the ranks."""
 
     def __init__(self, stretches: Sequence[Stretch], read: tuple[Reading, ...], names: Mapping[str, str]):
         """``read``: the beginnings of the phases before those of ``stretches``. ``names``: of the datasets, by their streams' keys."""
@@ -224,13 +224,13 @@ class PhasedSamples:
         found.samples.read(number, row)
 
     def pieces(self, index: int) -> Iterator[Piece]:
-        """See Traceable."""
+        """The pieces of sample ``index``; see Traceable."""
         found, number = self._at(index)
         for piece in found.samples.pieces(number):
             yield piece._replace(dataset=self.datasets.index(found.samples.datasets[piece.dataset]))
 
     def find(self, dataset: int, begin: int, end: int) -> NDArray[np.int64]:
-        """See Traceable; only the samples of ``stretches``."""
+        """The samples that read these tokens; see Traceable; only the samples of ``stretches``."""
         found = [np.empty(0, np.int64)]
         for each in self.stretches:
             for number, data in enumerate(each.samples.datasets):

@@ -41,10 +41,13 @@ class Schedule:
         if self.phases:
             optim, begin = self.phases.schedule(samples)
         end = self.length.in_unit(optim.unit)
+        before = begin.samples
+        position = samples
+        amount = self.batch_size(samples)
         if optim.unit == "steps":
-            position, amount, before = step, 1, begin.step
-        else:
-            position, amount, before = samples, self.batch_size(samples), begin.samples
+            before = begin.step
+            position = step
+            amount = 1
         return learning_rate(position - before, amount, end and end - before, optim)
 
 

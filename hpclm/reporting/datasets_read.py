@@ -1,4 +1,4 @@
-"""What a run with data.order=per_dataset has read of each dataset, and in which phases."""
+"""The phases of a run with data.order=per_dataset, and how much it has read of each dataset."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

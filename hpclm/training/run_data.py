@@ -114,7 +114,7 @@ def _planned(timeline: Timeline, source: Source, begin: Progress) -> tuple[Lengt
 def open_data(
     config: RunConfig, context: DistributedContext, compute: Compute, start: RunStart, whole: RunConfig | None = None
 ) -> Iterator[RunData]:
-    """Open the data of a run, for the replica of this rank. ``config``: the settings of the phase in which the attempt begins. ``start``:
+    """Open the data of a run, for the replica of this rank. ``config``: the settings of its first phase. ``start``:
     has the source that rank 0 has checked. ``whole``: the settings with data.phases; None: ``config``.
 
     Rank 0 reads the files first and writes the index cache; then the first rank of each other node reads them. All others only open

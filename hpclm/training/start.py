@@ -115,7 +115,7 @@ class RunStart:
 
     @property
     def now(self) -> RunConfig:
-        """The settings of the phase in which the run resumes."""
+        """The settings of the phase that the run resumes in."""
         settings: RunConfig = self.phases.settings[self.phases.phase(self.begin.samples)]
         return settings
 

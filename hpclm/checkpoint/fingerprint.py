@@ -112,7 +112,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _phases(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> Iterator[str]:
     """The differences between the phases that have been read, one sentence each."""
-    for number, (old, new) in enumerate(zip_longest(before, after, fillvalue={})):
+    missing: dict[str, Any] = {}
+    for number, (old, new) in enumerate(zip_longest(before, after, fillvalue=missing)):
         for key in {**old, **new}:
             if old.get(key) != new.get(key):
                 change = f"was {typed(old.get(key))} and is now {typed(new.get(key))}"

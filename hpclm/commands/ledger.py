@@ -30,6 +30,8 @@ def main(
     """Print what was asked for; by default, the attempts of the run."""
     if sum([document is not None, text is not None, verify or step is not None]) > 1:
         raise UsageError("choose one of --document, --text, and --at or --verify")
+    if verify and as_json:
+        raise UsageError("--verify has no --json: its exit code is the answer, 0 or 64")
     log.setup()  # an index that must be made first takes a while
     from hpclm.ledger.reads import Ledger
 
@@ -114,7 +116,8 @@ def _document(ledger: "Ledger", dataset: "IndexedDataset", number: int, as_json:
         say(f"{named} has been read by no step")
         return
     _print(iter(rows), as_json)
-    say(f"{named} has been read by {many(len(rows), 'step')}, in {many(sum(row['samples'] for row in rows), 'sample')}")
+    steps = len({row["step"] for row in rows})
+    say(f"{named} has been read by {many(steps, 'step')}, in {many(sum(row['samples'] for row in rows), 'sample')}")
     if not kept:
         say("all of these steps were undone: later attempts went on from checkpoints of earlier steps")
     elif before:
@@ -127,13 +130,13 @@ def _verify(ledger: "Ledger", step: int | None) -> int:
     """Compute the sums again; ConfigError names the steps whose sum differs."""
     checked = list(Bar(ledger.verify(step), unit="step", disable=None, leave=False))
     if not checked:
-        raise ConfigError(f"{ledger.out} has no row of the step; its trunk may have it")
+        raise ConfigError(f"{ledger.out} has no row of such a step: steps of its trunk are verified there")
     wrong = [row for row in checked if row.recorded not in (None, row.computed)]
     unknown = sum(row.recorded is None for row in checked)
     if wrong:
         steps = terminal.ranges(row.step for row in wrong)
         raise ConfigError(f"{many(len(wrong), 'step')} read other tokens than the datasets have now: {steps}")
-    say(f"{many(len(checked) - unknown, 'step')} read the tokens that the datasets have")
+    say(f"{many(len(checked) - unknown, 'step')} verified: their samples have the hashes of metrics.jsonl")
     if unknown:
         say(f"{many(unknown, 'step')} recorded no sum")
     return 0
@@ -171,7 +174,7 @@ def parser() -> Parser:
     add("--document", type=paths.option, nargs="+", metavar="[PREFIX:]D", help=text)
     text = "the same for the document with the text of FILE; needs hpclm data index PREFIX"
     add("--text", type=paths.option_path, metavar="FILE", help=text)
-    text = "read the samples of all steps, or of --at, again, and compare their hash with the one in metrics.jsonl"
+    text = "read the samples of all steps of the run that were not undone, or of --at, again, and compare their hashes with metrics.jsonl"
     add("--verify", action="store_true", help=text)
     options.add_json("print JSON, one object per line")
     return options

@@ -106,7 +106,7 @@ class DataConfig(Section, key="data"):
     phases: list[Phase] = setting(
         [],
         "[{from: TOKENS, data.train: [0.5, a, 0.5, b], optim.lr: 1e-3}]: settings that change after this many tokens "
-        "(hpclm docs phases).",
+        "(hpclm docs data).",
         path=True,
         only_with="data.order=per_dataset",
     )

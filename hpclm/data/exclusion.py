@@ -79,7 +79,10 @@ def read(path: str) -> str:
     try:
         return files.read_text(Path(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.without={path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"data.without={path} cannot be read: {reason}; the lists that a run has used are copied to its config-history/"
+        ) from None
 
 
 def _document(line: str, by_path: Mapping[str, list[IndexedDataset]]) -> tuple[str, int]:

@@ -164,14 +164,23 @@ def ending(config: RunConfig, length: Length, progress: Progress, leaving: str) 
     return f"done at step {progress.step}, {progress.samples:,} samples; next: hpclm report {out}{generate}"
 
 
+def phase_begins(timeline: Timeline, step: int, samples: int) -> None:
+    """Log that a phase begins with ``step``, if one begins after ``samples`` samples."""
+    number = timeline.phase(samples)
+    if number and timeline.begins[number].samples == samples:
+        log_text = "phase %d begins with step %d, after %s tokens: %s"
+        changed = ", ".join(f"{key}={typed(value)}" for key, value in timeline.run.data.phases[number - 1].items())
+        logger.info(log_text, number, step, f"{timeline.tokens(samples):,}", changed)
+
+
 def phase(timeline: Timeline, progress: Progress) -> str:
     """That the ranks start again for a phase, and why."""
     number = timeline.phase(progress.samples)
     changed = timeline.run.data.phases[number - 1]
     settings = ", ".join(f"{key}={typed(value)}" for key, value in changed.items() if key not in (*OWN, *IN_PLACE))
     return (
-        f"phase {number} begins after step {progress.step} ({timeline.tokens(progress.samples):,} tokens) with {settings}; the ranks start again, "
-        "or the same command goes on"
+        f"phase {number} begins after step {progress.step} ({timeline.tokens(progress.samples):,} tokens) with {settings}; their launcher starts the ranks again; "
+        "after hpclm train by hand, repeat the command"
     )
 
 

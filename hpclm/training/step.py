@@ -18,6 +18,7 @@ from hpclm.node import hardware
 from hpclm.optim.schedules import Schedule
 from hpclm.optim.stability import NonfiniteGuard
 from hpclm.parallel.async_all_reduce import Reduction
+from hpclm.training import messages
 from hpclm.training.control import Control, ControlState, sum_of_hashes
 from hpclm.training.opening import OpenRun
 from hpclm.training.saver import Saver
@@ -73,6 +74,7 @@ class Stepper:
         watchdog.enter("step", step)
         if profile:
             profile.before(step)
+        messages.phase_begins(self.run.data.timeline, step, progress.samples)
         began = time.perf_counter()
         lr = self.schedule.rate(progress.step, progress.samples)
         size = self.schedule.batch_size(progress.samples)

@@ -46,7 +46,7 @@ def test_it_is_the_mean_of_their_weights(words, factor, run, tmp_path, capsys):
         (["--steps", "7", "10"], 64, "run has no checkpoint of step 10; its checkpoints: 7, 8, 9"),
         (["--steps", "7"], 64, "its checkpoints: 7, 8, 9"),
         (["--last", "1"], 2, "--last"),
-        ([], 2, "give --last K or --steps"),
+        ([], 2, "give either --last K or --steps"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused_with_what_there_is(words, code, said, run, tmp_path, capsys):

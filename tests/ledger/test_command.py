@@ -65,7 +65,7 @@ def test_a_document_is_found_by_its_number_and_by_its_text(run, tmp_path, capsys
     assert "has trained steps 1 to 12; it has no step 13" in said("--at", "13", code=64)
     assert json.loads(said("--json"))["steps"] == "1-12"
 
-    assert "12 steps read the tokens that the datasets have" in said("--verify")
+    assert "12 steps verified" in said("--verify")
     with open(f"{prefix}.bin", "r+b") as file:
         tokens = np.fromfile(file, np.uint16)
         tokens[tokens == ord("w")] = ord("W")

@@ -85,6 +85,8 @@ def test_each_phase_has_its_rates_batches_and_datasets(folder):
     read = {name: [steps[step].get(f"tokens_of/{name}", 0) for step in (4, 8, 11, 18)] for name in "abc"}
     assert read == {"a": [256, 384, 480, 480], "b": [0, 128, 224, 224], "c": [0, 0, 0, 448]}
     assert "z_loss" in steps[12] and "z_loss" not in steps[11]
+    begun = re.findall(r"phase (\d) begins with step (\d+), after (\d+) tokens", (folder / "known/log.txt").read_text())
+    assert begun == [("1", "5", "256"), ("2", "9", "512"), ("3", "12", "704")]
 
 
 def test_a_report_shows_the_phases_and_what_was_read_of_each_dataset(folder):

@@ -11,8 +11,8 @@ from hpclm.rundir import runs
 
 def main(run: Path, target: Path, runs_folder: Path, last: int | None, steps: list[int]) -> int:
     """Average checkpoints, and print the result."""
-    if (last is None) == (not steps) or len(set(steps)) < len(steps):
-        raise UsageError("give either --last K or --steps STEP STEP ..., at least two different steps")
+    if (last is None) == (not steps):
+        raise UsageError("give either --last K or --steps STEP STEP ..., and at least two different steps")
     from hpclm.interop.average import averaged
 
     say(averaged(runs.located(run, runs_folder), target, last, steps))

@@ -46,6 +46,10 @@ def averaged(run: Path, target: Path, last: int | None, steps: Sequence[int]) ->
     there = {int(folder.name.removeprefix("step-")): folder for folder in directory.steps(run / "checkpoints")}
     chosen = sorted(set(steps)) if steps else sorted(there)[-(last or 0) :]
     missing = [step for step in chosen if step not in there]
+    if len(chosen) == 1 and steps and not missing:
+        raise ConfigError(
+            f"an average needs two different steps, not only {chosen[0]}; {run}, its checkpoints: {', '.join(map(str, sorted(there)))}"
+        )
     if missing or len(chosen) < (last or 2):
         wrong = f"no checkpoint of step {missing[0]}" if missing else f"only {many(len(there), 'checkpoint')}"
         raise ConfigError(f"{run} has {wrong}; its checkpoints: {', '.join(map(str, sorted(there))) or 'none'}")

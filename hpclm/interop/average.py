@@ -48,7 +48,8 @@ def averaged(run: Path, target: Path, last: int | None, steps: Sequence[int]) ->
     missing = [step for step in chosen if step not in there]
     if len(chosen) == 1 and steps and not missing:
         raise ConfigError(
-            f"an average needs two different steps, not only {chosen[0]}; {run}, its checkpoints: {', '.join(map(str, sorted(there)))}"
+            f"{run} can only be averaged over two different steps or more, not over {chosen[0]} alone; its checkpoints: "
+            f"{', '.join(map(str, sorted(there)))}"
         )
     if missing or len(chosen) < (last or 2):
         wrong = f"no checkpoint of step {missing[0]}" if missing else f"only {many(len(there), 'checkpoint')}"
